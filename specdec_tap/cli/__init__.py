@@ -13,7 +13,10 @@ from ..errors import SpecdecTapError
 
 # name -> (module, one line for the overview). Each module has add_arguments(parser) and run(args) -> int.
 COMMANDS = {
-    "demo": ("specdec_tap.cli.demo", "the whole way on this machine: serve, capture, train, serve the drafter"),
+    "demo": (
+        "specdec_tap.cli.demo",
+        "the whole way on this machine: serve, capture, train, serve the drafter",
+    ),
     "replay": ("specdec_tap.cli.replay", "send a jsonl of conversations to an OpenAI-compatible server"),
     "shards": ("specdec_tap.cli.shards", "list, summarise, verify and repair captured shards"),
     "train": ("specdec_tap.cli.train", "train a drafter from shards"),
@@ -29,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="specdec-tap",
-        description="Keep the hidden states a vLLM server already computes, and train an EAGLE drafter from them.",
-        epilog="examples:\n  SPECDEC_TAP_DIR=shards vllm serve MODEL\n  specdec-tap train shards/\n  specdec-tap COMMAND --help",
+        description="Keep the hidden states a vLLM server already computes, and train a drafter from them.",
+        epilog="examples:\n  SPECDEC_TAP_DIR=shards vllm serve MODEL\n  specdec-tap train shards/\n"
+        "  specdec-tap COMMAND --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"specdec-tap {__version__}")
@@ -40,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = next((a for a in argv if a in COMMANDS), None)
     for name, (module, summary) in COMMANDS.items():
         sub = subparsers.add_parser(
-            name, help=summary, description=summary[0].upper() + summary[1:] + ".",
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == wanted:
