@@ -433,7 +433,7 @@ class _Sender:
         self.on_progress = on_progress
         self.pacer = _Pacer(options.rate)
         self.openai = _require_openai()
-        self.unreachable_in_a_row = 0
+        self.unanswered_in_a_row = 0
 
     async def converse(self, conversation: Conversation) -> Answer:
         """Send a conversation's turns; never raises for what the server answers."""
@@ -452,8 +452,12 @@ class _Sender:
                 break
             except openai.OpenAIError as err:
                 answer.outcome = "failed"
-                answer.error = f"{type(err).__name__}: {_cause(err)}"[:1000]
+                text = str(err) if isinstance(err, openai.APIStatusError) else _cause(err)
+                answer.error = f"{type(err).__name__}: {text}"[:1000]
+                if isinstance(err, (openai.APIConnectionError, openai.InternalServerError)):
+                    self.unanswered_in_a_row += 1
                 break
+            self.unanswered_in_a_row = 0
             messages.append({"role": "assistant", "content": text})
         return answer
 
@@ -516,7 +520,7 @@ async def replay_async(
 
     Raises:
         InputError: The server cannot be reached at the start, does not offer the model, or is lost on the way
-            (as many conversations in a row as there are workers failed to connect, retries included).
+            (as many conversations in a row as there are workers got no answer or a 5xx, retries included).
     """
     result = ReplayResult() if result is None else result
     async with _open_client(options) as client:
@@ -536,9 +540,7 @@ async def replay_async(
                         result.errors.append(answer.error or "")
                 if on_answer is not None:
                     on_answer(answer)
-                unreachable = (answer.error or "").startswith(("APIConnectionError", "APITimeoutError"))
-                sender.unreachable_in_a_row = sender.unreachable_in_a_row + 1 if unreachable else 0
-                if sender.unreachable_in_a_row >= options.concurrency:
+                if sender.unanswered_in_a_row >= max(3, options.concurrency):
                     lost.set()
                 if lost.is_set():
                     return
