@@ -136,7 +136,6 @@ class VllmServer:
         startup_timeout_s: How long to wait for ``/health``, in seconds.
         stop_timeout_s: How long a stopping server (and the tap's writer, which seals its shard) may take
             before it is killed, in seconds.
-        on_wait: Called about twice a second while waiting, with the seconds waited so far.
     """
 
     def __init__(
@@ -149,7 +148,6 @@ class VllmServer:
         port: int | None = None,
         startup_timeout_s: float = 900.0,
         stop_timeout_s: float = 120.0,
-        on_wait: Callable[[float], None] | None = None,
     ) -> None:
         self.model = model
         self.log_path = Path(log_path)
@@ -159,7 +157,6 @@ class VllmServer:
         self.startup_s: float | None = None
         self._arguments = list(arguments)
         self._env = dict(env or {})
-        self._on_wait = on_wait
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -222,8 +219,11 @@ class VllmServer:
                 start_new_session=True,
             )
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, on_wait: Callable[[float], None] | None = None) -> None:
         """Return when ``/health`` answers 200.
+
+        Args:
+            on_wait: Called about twice a second, with the seconds waited so far.
 
         Raises:
             InputError: The process ended, or ``startup_timeout_s`` passed; the message holds the reason found
@@ -247,8 +247,8 @@ class VllmServer:
                     f"'{shlex.join(self.argv)}' did not answer /health within "
                     f"{self.startup_timeout_s:.0f} s; the log is {self.log_path}, its end:\n{self.log_tail()}"
                 )
-            if self._on_wait is not None:
-                self._on_wait(waited)
+            if on_wait is not None:
+                on_wait(waited)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=0.5)
 
