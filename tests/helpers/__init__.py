@@ -1,0 +1,1 @@
+"""Things that several tests make on the spot: tiny models and drafters."""
