@@ -9,6 +9,8 @@
         UnsupportedFormatError    newer or unknown format version, or a foreign file
         CorruptShardError         checksum, length or invariant violated
         IncompleteShardError      the writer died before sealing: recoverable
+        ShardWriteError           the disk is full or failed (also an OSError); the journal stays valid
+        StreamBusyError           another writer is alive in the stream's folder
       IncompatibleShardsError   shards of one run disagree on the target or the layers
       InputError                an input file, folder or server is not what was expected
 """
@@ -53,6 +55,23 @@ class CorruptShardError(ShardError):
 
 class IncompleteShardError(ShardError):
     """The writer died before sealing; whole frames can still be read."""
+
+
+class ShardWriteError(ShardError, OSError):
+    """Writing failed; what was acknowledged before is safe and the journal is valid."""
+
+    def __init__(
+        self, message: str, *, path: Path | str | None = None, offset: int | None = None, errno: int | None = None
+    ) -> None:
+        super().__init__(message, path=path, offset=offset)
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class StreamBusyError(ShardError):
+    """Another writer is alive in the stream's folder."""
 
 
 class IncompatibleShardsError(SpecdecTapError):
