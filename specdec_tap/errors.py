@@ -61,7 +61,12 @@ class ShardWriteError(ShardError, OSError):
     """Writing failed; what was acknowledged before is safe and the journal is valid."""
 
     def __init__(
-        self, message: str, *, path: Path | str | None = None, offset: int | None = None, errno: int | None = None
+        self,
+        message: str,
+        *,
+        path: Path | str | None = None,
+        offset: int | None = None,
+        errno: int | None = None,
     ) -> None:
         super().__init__(message, path=path, offset=offset)
         self.errno = errno

@@ -168,7 +168,9 @@ def measure(
     for conversation in conversations:
         groups.setdefault(conversation.category or "", []).append(conversation)
     warm_up = engine.Conversation(id="warm-up", turns=("Say hello.",))
-    engine.replay(iter([warm_up]), dataclasses.replace(options, max_tokens=16))
+    warmed = engine.replay(iter([warm_up]), dataclasses.replace(options, max_tokens=16))
+    if warmed.failed:
+        raise InputError(f"the server at {options.url} fails at its first request: {warmed.errors[0]}")
 
     result = engine.ReplayResult()
     answers: dict[str, str] = {}

@@ -260,6 +260,14 @@ class VllmServer:
         except OSError:  # refused, reset, timed out, or an HTTP error status
             return False
 
+    def has_died(self, patience_s: float = 10.0) -> bool:
+        """Whether the process has ended by itself; a dying engine takes a few seconds to end its server."""
+        if self._process is None:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=0 if self.is_healthy() else patience_s)
+        return self._process.poll() is not None
+
     def metrics(self) -> list[Sample]:
         """Read the server's ``/metrics``."""
         return read_metrics(self.url)
@@ -297,8 +305,8 @@ class VllmServer:
         """Return the last exception named in the log, and where the log is; else the log's last lines."""
         lines = self._tail_lines()
         reasons = [match.group(1) for line in lines if (match := _REASON.match(line.strip()))]
-        # vLLM's parent ends with "Engine core initialization failed. See root cause above".
-        causes = [r for r in reasons if "root cause above" not in r and not r.startswith("SystemExit")]
+        # The last ones in vLLM's log are often "Engine core initialization failed. See root cause above".
+        causes = [reason for reason in reasons if "root cause" not in reason]
         if causes:
             return f"{causes[-1][:2000]} (log: {self.log_path})"
         return f"the log is {self.log_path}, its end:\n" + "\n".join(lines[-15:])

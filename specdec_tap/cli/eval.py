@@ -258,7 +258,15 @@ def started_server(
         with progress_bar(f"{title}: vllm serve starts", None) as bar:
             server.start()
             server.wait_until_ready(lambda waited: bar.update(waited, f"log: {log_path}"))
-        yield server
+        try:
+            yield server
+        except InputError as err:
+            # "connection refused" alone would hide that the engine died, and why.
+            if server.has_died():
+                raise InputError(
+                    f"{title}: the server died while it was used: {server.death_reason()}"
+                ) from err
+            raise
     finally:
         server.stop()
 

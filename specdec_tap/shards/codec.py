@@ -5,8 +5,8 @@ final states. Numbers travel as raw bits (uint16 for bfloat16 and float16, uint3
 infinity survive ``lossless`` bit by bit.
 
 Lossless: each number is rotated left by one bit, which brings the exponent to the top byte and the sign to
-the bottom bit. The top byte, minus a per-channel centre, is all that compresses (about 2.7 of 8 bits); it goes
-through zstd with next to no match search, so only its Huffman coder works. The rest is stored as it is.
+the bottom bit. The top byte, minus a per-channel centre, is all that compresses (about 2.7 of 8 bits); it
+goes through zstd with next to no match search, so only its Huffman coder works. The rest is stored as it is.
 
 All functions are pure and safe to call from several threads; zstd releases the GIL.
 """
@@ -25,7 +25,9 @@ from .layout import DTYPES, MAX_BLOCK_TOKENS, ShardHeader
 from .records import unzstd
 
 BLOCK_HEAD = struct.Struct("<BBHIIIIIII")
-"""codec, dtype, aux layers, hidden size, position, rows, first row with a final state, final rows, two zeros."""
+"""codec, dtype, aux layers, hidden size, position, rows, first row with a final state, final rows, two
+zeros.
+"""
 CODEC_IDS = {"lossless": 1, "fp8": 2, "int8": 3}
 DTYPE_IDS = {name: i + 1 for i, name in enumerate(DTYPES)}
 
@@ -144,7 +146,8 @@ def encode_block(
         or not 0 <= position < 1 << 32
     ):
         raise ConfigError(
-            f"block has {rows} rows at position {position:,} and {num_final} final states from row {final_row}; "
+            f"block has {rows} rows at position {position:,} and {num_final} final states from row "
+            f"{final_row}; "
             f"expected 1 to {header.block_tokens} rows that hold all final states"
         )
     if not num_final:

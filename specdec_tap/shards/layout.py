@@ -29,6 +29,14 @@ LAYER_CONVENTIONS = ("residual_in",)
 SPAN_KINDS = ("prompt", "response")
 FINISH_REASONS = ("stop", "length", "abort", "interrupted")
 
+_CHOICES = {
+    "dtype": DTYPES,
+    "codec": CODECS,
+    "final_hidden": FINAL_HIDDEN,
+    "final_scope": FINAL_SCOPES,
+    "layer_convention": LAYER_CONVENTIONS,
+}
+
 MAX_HIDDEN_SIZE = 1 << 18
 MAX_AUX_LAYERS = 256
 MAX_BLOCK_TOKENS = 1 << 14
@@ -241,15 +249,14 @@ class ShardHeader:
             raise error("header names neither aux layers nor final states; expected at least one")
         if not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
             raise error(f"header.block_tokens is {self.block_tokens}; expected 1 to {MAX_BLOCK_TOKENS:,}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise error(f"header.{name} is {getattr(self, name)!r}; expected one of {choices}")
         if self.raw_bytes(self.block_tokens, self.block_tokens) > MAX_BLOCK_BYTES:
             raise error(
                 f"a block of {self.block_tokens} rows x ({len(ids)} aux layers + 1) x {self.hidden_size:,} "
                 f"numbers is over the format's {MAX_BLOCK_BYTES:,} bytes; choose fewer block_tokens"
             )
-        for name, choices in (("dtype", DTYPES), ("codec", CODECS), ("final_hidden", FINAL_HIDDEN),
-                              ("final_scope", FINAL_SCOPES), ("layer_convention", LAYER_CONVENTIONS)):  # fmt: skip
-            if getattr(self, name) not in choices:
-                raise error(f"header.{name} is {getattr(self, name)!r}; expected one of {choices}")
 
     @property
     def num_aux(self) -> int:
@@ -294,7 +301,8 @@ class ShardHeader:
         version = f.integer("format_version", 1, 1 << 31)
         if version != FORMAT_VERSION:
             raise UnsupportedFormatError(
-                f"format_version is {version}; this specdec-tap reads version {FORMAT_VERSION}. Update specdec-tap"
+                f"format_version is {version}; this specdec-tap reads version {FORMAT_VERSION}. "
+                "Update specdec-tap"
             )
         ids = f.array("aux_layer_ids", MAX_AUX_LAYERS)
         if not all(type(i) is int and 0 <= i <= 1 << 16 for i in ids):
@@ -404,7 +412,8 @@ class RecordMeta:
             block_ok = 0 <= piece.block.shard <= MAX_SHARD and 0 <= piece.block.block < 1 << 31
             if not rows_ok or not block_ok or piece.position < end or piece.stop > num_tokens - 1:
                 raise ConfigError(
-                    f"{piece} is out of order or outside the record's {num_tokens - 1:,} rows (tokens less one)"
+                    f"{piece} is out of order or outside the record's {num_tokens - 1:,} rows (tokens "
+                    "less one)"
                 )
             end = piece.stop
 

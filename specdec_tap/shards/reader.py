@@ -397,7 +397,8 @@ class Record:
         return out
 
     def final(self, start: int, stop: int) -> np.ndarray:
-        """Final states as raw bits [rows, H] of positions ``[start, stop)``; see ``final_span`` for what exists.
+        """Final states as raw bits [rows, H] of positions ``[start, stop)``; see ``final_span`` for what
+        exists.
 
         Raises:
             ShardError: If a position has none, or a block cannot be read.
@@ -419,7 +420,8 @@ class Record:
             at = high
         if at < stop:
             raise ShardError(
-                f"record {self.id} has no final states over all of [{at:,}, {stop:,}); it has {_some(self.final_span)}",
+                f"record {self.id} has no final states over all of [{at:,}, {stop:,}); it has "
+                f"{_some(self.final_span)}",
                 path=self._shard.path,
             )
         return out
@@ -771,8 +773,8 @@ def open_shards(
         path: The shards folder, ``STREAM/`` inside it, or ``STREAM/000001.safetensors``.
         streams: Only these streams.
         follow: An empty folder is fine, a writer may still come; call ``refresh()``.
-        ignore_differences: Header fields that may differ, such as ``target.name`` when the same model was served
-            under two names.
+        ignore_differences: Header fields that may differ, such as ``target.name`` when the same model was
+            served under two names.
         cache_bytes: Memory for decoded blocks, for prefixes that several records share.
 
     Raises:
@@ -783,7 +785,7 @@ def open_shards(
     only = None
     if root.is_file():
         root, only = root.parent, root
-    if only is not None or (root.is_dir() and any(SHARD_NAME.fullmatch(name) for name in os.listdir(root))):
+    if only is not None or (root.is_dir() and any(SHARD_NAME.fullmatch(p.name) for p in root.iterdir())):
         root = root.absolute()
         root, streams = root.parent, (root.name,)
     if not root.is_dir():

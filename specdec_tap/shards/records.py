@@ -39,7 +39,8 @@ def unzstd(data: bytes, expected_bytes: int, what: str) -> bytes:
         parameters = zstandard.get_frame_parameters(data)
         if parameters.content_size != expected_bytes:
             raise CorruptShardError(
-                f"{what} unpacks to {parameters.content_size:,} bytes by its own account; expected {expected_bytes:,}"
+                f"{what} unpacks to {parameters.content_size:,} bytes by its own account; expected "
+                f"{expected_bytes:,}"
             )
         # One-shot decompression of a frame with a known size allocates that size and no window.
         out = zstandard.ZstdDecompressor().decompress(

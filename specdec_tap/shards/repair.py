@@ -30,8 +30,8 @@ class SealReport:
 def seal_journal(path: Path) -> SealReport:
     """Seal one ``.open`` file whose writer is gone, keeping every whole frame.
 
-    Every payload's checksum is read. The first frame that is torn or damaged ends the journal, as frames behind
-    it could be addressed wrongly.
+    Every payload's checksum is read. The first frame that is torn or damaged ends the journal, as frames
+    behind it could be addressed wrongly.
 
     Raises:
         StreamBusyError: Its writer is alive.

@@ -59,11 +59,12 @@ def scan_frames(fd: int, scan: Scan | None = None, *, check_payloads: bool = Fal
     Args:
         fd: Open for reading.
         scan: An earlier result for the same file, updated and returned.
-        check_payloads: Read every BLOCK payload for its checksum. META and RECORD payloads are always checked.
+        check_payloads: Read every BLOCK payload for its checksum. META and RECORD payloads are always
+            checked.
 
     Returns:
-        The scan. ``problem`` tells why it stopped, if not at a clean end; a torn last frame of a live journal is
-        an ``IncompleteShardError`` there and simply means "not yet".
+        The scan. ``problem`` tells why it stopped, if not at a clean end; a torn last frame of a live
+        journal is an ``IncompleteShardError`` there and simply means "not yet".
     """
     scan = Scan() if scan is None else scan
     scan.problem = None

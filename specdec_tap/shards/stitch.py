@@ -1,18 +1,24 @@
 """Join the turns of one conversation into one training sequence, so that every token is trained once.
 
-In a chat, the prompt of turn two is the whole of turn one plus what the user said next. Captured one by one, the
-early tokens would be trained once per later turn, and the answers of early turns would count as prompt there.
+In a chat, the prompt of turn two is the whole of turn one plus what the user said next. Captured one by
+one, the early tokens would be trained once per later turn, and the answers of early turns would count as
+prompt there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import ShardError
-from .layout import Span
+from .layout import RecordMeta, Span
 from .reader import Record, _some, bits_to_float, bits_to_torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Stitched:
@@ -36,7 +42,7 @@ class Stitched:
         return self._longest.id
 
     @property
-    def meta(self):  # noqa: ANN201  # the type is that of Record.meta
+    def meta(self) -> RecordMeta:
         """Facts of the longest record; its spans are only its own, ``spans`` here are of all turns."""
         return self._longest.meta
 
@@ -91,7 +97,16 @@ class Stitched:
         self._fill(out, start, stop, self._final, Record.final, "final", self.final_span)
         return out
 
-    def _fill(self, out, start, stop, ranges, read, what, shown) -> None:  # noqa: ANN001  # private
+    def _fill(
+        self,
+        out: np.ndarray,
+        start: int,
+        stop: int,
+        ranges: list[tuple[int, int, int]],
+        read: Callable[[Record, int, int], np.ndarray],
+        what: str,
+        shown: list[tuple[int, int]],
+    ) -> None:
         if not 0 <= start <= stop <= self.num_rows:
             raise ValueError(
                 f"positions [{start}, {stop}) are not inside the {self.num_rows:,} rows of {self.id}"
@@ -119,11 +134,11 @@ class Stitched:
         """``final`` as float32."""
         return bits_to_float(self.final(start, stop), self.header.dtype)
 
-    def aux_torch(self, start: int = 0, stop: int | None = None):  # noqa: ANN201  # torch is optional
+    def aux_torch(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """``aux`` as a torch tensor of the shard's dtype."""
         return bits_to_torch(self.aux(start, stop), self.header.dtype)
 
-    def final_torch(self, start: int, stop: int):  # noqa: ANN201  # torch is optional
+    def final_torch(self, start: int, stop: int) -> torch.Tensor:
         """``final`` as a torch tensor of the shard's dtype."""
         return bits_to_torch(self.final(start, stop), self.header.dtype)
 
@@ -131,9 +146,10 @@ class Stitched:
 def stitch(records: Iterable[Record]) -> Iterator[Stitched]:
     """Group records into conversations: one sequence per record that is no prefix of another.
 
-    A record whose tokens, all of them, begin another record's is folded into it. Where several records begin alike
-    (an answer regenerated, a conversation forked), the shared turn goes to one of them only. LoRA adapters are
-    kept apart, since the same tokens give other states there. Holds the token ids of all records in memory.
+    A record whose tokens, all of them, begin another record's is folded into it. Where several records
+    begin alike (an answer regenerated, a conversation forked), the shared turn goes to one of them only.
+    LoRA adapters are kept apart, since the same tokens give other states there. Holds the token ids of all
+    records in memory.
 
     Args:
         records: Any records, in any order, of one target.
@@ -142,12 +158,8 @@ def stitch(records: Iterable[Record]) -> Iterator[Stitched]:
         Sequences, ordered by token ids. A lone record becomes a ``Stitched`` of one.
     """
     # Big-endian bytes sort like the token sequences do, and a prefix sorts right before its extensions.
-    keyed = sorted(
-        (
-            (r.meta.lora or "", r.token_ids.astype(">i4").tobytes(), i)
-            for i, r in enumerate(held := list(records))
-        )
-    )
+    held = list(records)
+    keyed = sorted((r.meta.lora or "", r.token_ids.astype(">i4").tobytes(), i) for i, r in enumerate(held))
     chain: list[int] = []
     for at, (lora, key, number) in enumerate(keyed):
         chain.append(number)
@@ -166,9 +178,7 @@ def _joined_spans(records: tuple[Record, ...]) -> tuple[Span, ...]:
             if span.kind == "response":
                 response[span.start : span.stop] = True
     edges = [0, *(np.flatnonzero(response[1:] != response[:-1]) + 1).tolist(), total]
-    return tuple(
-        Span(a, b, "response" if response[a] else "prompt") for a, b in zip(edges, edges[1:], strict=False)
-    )
+    return tuple(Span(a, b, "response" if response[a] else "prompt") for a, b in itertools.pairwise(edges))
 
 
 def _assign(ranges: list[list[tuple[int, int]]]) -> list[tuple[int, int, int]]:

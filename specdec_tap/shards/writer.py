@@ -1,9 +1,9 @@
 """Append-only writing of one stream of shards, safe against kill, power cut and a full disk.
 
 A frame is acknowledged when ``append_*`` returns: it is in the kernel then, so a killed process loses at most
-the frame in flight. ``fsync`` runs every ``fsync_interval_s``, so a power cut loses at most about that much. Sealing
-writes INDEX and header, then fsync, rename, fsync of the directory, in this order, so a name that ends in
-``.safetensors`` always means a whole file.
+the frame in flight. ``fsync`` runs every ``fsync_interval_s``, so a power cut loses at most about that
+much. Sealing writes INDEX and header, then fsync, rename, fsync of the directory, in this order, so a name
+that ends in ``.safetensors`` always means a whole file.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def shard_name(number: int, suffix: str) -> str:
 class ShardWriter:
     """Writes blocks and records of one stream; rolls to a new shard by size and age.
 
-    One writer per stream folder, enforced with ``flock``. Methods may be called from several threads, one at a
-    time inside. Use as a context manager, or call ``close()``.
+    One writer per stream folder, enforced with ``flock``. Methods may be called from several threads, one
+    at a time inside. Use as a context manager, or call ``close()``.
     """
 
     def __init__(
@@ -71,9 +71,11 @@ class ShardWriter:
             root: The shards folder; created with mode 0700 if missing.
             header: ``shard`` and ``created_unix_s`` are ignored, every file gets its own.
             max_shard_bytes: Roll before a file would grow past this. One frame may be larger.
-            max_shard_age_s: Roll a file that has frames once it is this old; checked by ``append_*`` and ``flush``.
+            max_shard_age_s: Roll a file that has frames once it is this old; checked by ``append_*`` and
+                ``flush``.
             min_free_bytes: Refuse to write when the file system would have less left.
-            fsync_interval_s: At most this much time between two fsyncs while frames arrive; ``flush`` always does one.
+            fsync_interval_s: At most this much time between two fsyncs while frames arrive; ``flush``
+                always does one.
 
         Raises:
             StreamBusyError: Another writer is alive in this folder.
@@ -261,7 +263,8 @@ class ShardWriter:
             ) from err
         except OSError as err:
             raise ShardWriteError(
-                f"file locks do not work in {str(self._dir)!r} ({err.strerror}); use a local folder or mount it "
+                f"file locks do not work in {str(self._dir)!r} ({err.strerror}); use a local folder "
+                "or mount it "
                 "with locks",
                 path=self._dir,
                 errno=err.errno,
@@ -410,7 +413,9 @@ def _write_all(fd: int, parts: list[bytes], offset: int) -> None:
 
 
 def write_seal(fd: int, header: ShardHeader, totals: Totals, index: Index, end: int, sequence: int) -> int:
-    """Write INDEX behind the last frame and the header in front of the first; fsync. Returns the file's size."""
+    """Write INDEX behind the last frame and the header in front of the first; fsync. Returns the file's
+    size.
+    """
     payload = encode_index(index)
     head = pack_frame_head(INDEX, sequence, payload)
     _write_all(fd, [head, payload], end)

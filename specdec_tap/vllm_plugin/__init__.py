@@ -1,0 +1,28 @@
+"""vLLM's entry point: ``register()`` runs in every vLLM process and must cost nothing when capture is off.
+
+vLLM swallows an exception while it *loads* a plugin and stops on one inside ``register()``; so this module
+imports nothing heavy, and wrong settings raise from ``register()``.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def register() -> None:
+    """Check the settings and arrange for the model runners to be patched when vLLM imports them.
+
+    Safe to call many times. ``--additional-config`` is not known here, so the runners are always patched
+    (two attribute lookups per engine step) unless ``SPECDEC_TAP=off``.
+
+    Raises:
+        ConfigError: A setting in the environment is wrong.
+    """
+    from ..config import ENV_SWITCH, TapConfig
+
+    if os.environ.get(ENV_SWITCH, "").strip().lower() in {"off", "0", "false", "no"}:
+        return
+    TapConfig.load()
+    from .hooks import install
+
+    install()

@@ -37,14 +37,17 @@ def make_tokenizer(folder: Path) -> None:
 def make_llama(
     folder: Path,
     *,
-    num_layers: int = 6,
+    num_layers: int = 8,
     hidden_size: int = 64,
     vocab_size: int = 320,
     tied: bool = True,
     dtype: str = "bfloat16",
     seed: int = 0,
 ) -> Path:
-    """Save a random llama with a byte-level tokenizer; weights are large enough to give varied text."""
+    """Save a random llama with a byte-level tokenizer; weights are large enough to give varied text.
+
+    Eight layers, so that vLLM's default aux ids (2, N//2, N-3) are three different ones.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
