@@ -31,7 +31,7 @@ from .ring import Ring
 
 logger = logging.getLogger("specdec_tap.writer")
 
-STATUS_NAME = "status.json"
+STATUS_NAME = ".status.json"
 STATUS_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 2.0
 
