@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import threading
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -17,12 +16,10 @@ from ..config import ADDITIONAL_CONFIG_KEY, TapConfig, prepare_directory
 from ..errors import ConfigError, InputError, SpecdecTapError, UnsupportedVllmError
 from ..shards.layout import ShardHeader, TargetInfo
 from ..target import file_sha256, save_target
+from .support import version_problem, version_warning
 from .tap import Tap
 
 logger = logging.getLogger("vllm.specdec_tap")
-
-OLDEST_VLLM = (0, 30)
-NEWEST_TESTED_VLLM = (0, 32)
 
 
 @dataclass(slots=True)
@@ -76,11 +73,10 @@ def why_not(vllm_config: Any, runner: str) -> str | None:
     from vllm.model_executor.model_loader.utils import get_model_architecture
     from vllm.model_executor.models.interfaces import supports_eagle3
 
-    number = tuple(int(part) for part in re.findall(r"\d+", vllm.__version__)[:2])
-    if number < OLDEST_VLLM:
-        return f"vllm {vllm.__version__} is not supported ({_range()} are); install a supported version"
-    if number > NEWEST_TESTED_VLLM:
-        logger.warning("vllm %s is newer than the newest tested (%s)", vllm.__version__, _range())
+    if problem := version_problem(vllm.__version__):
+        return problem
+    if warning := version_warning(vllm.__version__):
+        logger.warning("%s", warning)
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     if model_config.runner_type == "pooling":
         return "the model is served for pooling (embedding, classification); only generation can be captured"
@@ -108,10 +104,6 @@ def why_not(vllm_config: Any, runner: str) -> str | None:
             "set_aux_hidden_state_layers), so its aux hidden states cannot be read"
         )
     return None
-
-
-def _range() -> str:
-    return f"{'.'.join(map(str, OLDEST_VLLM))} to {'.'.join(map(str, NEWEST_TESTED_VLLM))}"
 
 
 def choose_layers(plan: Plan, model: Any, vllm_config: Any) -> tuple[int, ...]:
