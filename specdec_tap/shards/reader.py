@@ -257,6 +257,10 @@ class ShardFile:
             )
             return decode_block(self.header, payload)
 
+    def fileno(self) -> int:
+        """Descriptor of the open file, for positioned reads."""
+        return self._fd
+
     def close(self) -> None:
         """Close the file; safe to call twice."""
         if self._fd >= 0:
@@ -311,6 +315,11 @@ class Record:
     def id(self) -> str:
         """``stream/shard/ordinal``; stable for the life of the shard."""
         return f"{self._shard.stream}/{self._shard.number:06d}/{self._ordinal}"
+
+    @property
+    def stream(self) -> str:
+        """Name of the stream's folder."""
+        return self._shard.stream
 
     @property
     def header(self) -> ShardHeader:
@@ -483,6 +492,9 @@ _COMMON_FIELDS = ("aux_layer_ids", "layer_convention", "final_hidden", "dtype")
 _COMMON_TARGET_FIELDS = ("name", "revision", "architecture", "num_hidden_layers", "hidden_size", "vocab_size",
                          "config_sha256", "tokenizer_sha256", "quantization")  # fmt: skip
 
+ALL_DIFFERENCES = (*_COMMON_FIELDS, *(f"target.{name}" for name in _COMMON_TARGET_FIELDS))
+"""For ``ignore_differences``: list a mixed folder instead of refusing it."""
+
 
 def header_differences(a: ShardHeader, b: ShardHeader) -> dict[str, tuple[object, object]]:
     """Fields that must agree for two shards to be used together, where they do not."""
@@ -582,6 +594,12 @@ class ShardStore:
                 self.skipped.append(Problem(err.path or self.root, str(err)))
                 continue
             yield record
+
+    def files(self) -> Iterator[ShardFile]:
+        """The open shard files, sorted by stream and number."""
+        for key in sorted(self._files):
+            if self._selected(self._files[key]):
+                yield self._files[key]
 
     def find(self, record_id: str) -> Record:
         """Record by its id ``stream/shard/ordinal``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from .frames import (
     FRAME_HEAD_BYTES,
     HEADER_AREA_BYTES,
     INDEX,
+    MAGIC,
     META,
     RECORD,
     FrameHead,
@@ -38,6 +40,9 @@ class Scan:
     """Number that the next frame must have."""
     was_sealed: bool = False
     """An INDEX frame was reached."""
+    damaged: list[ShardError] = field(default_factory=list)
+    """Payloads with a wrong checksum or content, with whole frames behind them. A damaged block keeps its
+    ordinal, with 0 rows; a damaged record is left out."""
     problem: ShardError | None = None
     """Why the scan stopped before the end of the file; None at a clean end."""
 
@@ -85,7 +90,10 @@ def scan_frames(fd: int, scan: Scan | None = None, *, check_payloads: bool = Fal
             if head.kind == INDEX:
                 scan.was_sealed = True
                 break
-            _take_frame(fd, scan, head, check_payloads)
+            try:
+                _take_frame(fd, scan, head, check_payloads)
+            except ShardError as err:
+                _step_over(fd, scan, head, err)
         except ShardError as err:
             scan.problem = err
             break
@@ -124,3 +132,40 @@ def _take_frame(fd: int, scan: Scan, head: FrameHead, check_payloads: bool) -> N
         )
     scan.end = at + head.payload_bytes
     scan.sequence += 1
+
+
+def _step_over(fd: int, scan: Scan, head: FrameHead, err: ShardError) -> None:
+    """Go on behind a damaged payload, whose length is known, if the next frame proves that it was once whole.
+
+    A bad payload at the very end is a torn write, or one that a network file system does not show yet.
+    """
+    behind = scan.end + FRAME_HEAD_BYTES + head.payload_bytes
+    if head.kind == META:
+        raise err
+    following = unpack_frame_head(read_exactly(fd, FRAME_HEAD_BYTES, behind), behind)
+    if following.sequence != scan.sequence + 1:
+        raise err
+    err.offset = scan.end if err.offset is None else err.offset
+    scan.damaged.append(err)
+    if head.kind == BLOCK:
+        scan.index.blocks.append((scan.end, head.payload_bytes, 0, 0, 0, 0))
+        scan.totals = scan.totals.plus(num_blocks=1, stored_bytes=head.payload_bytes)
+    scan.end = behind
+    scan.sequence += 1
+
+
+def find_frame(fd: int, start: int, stop: int) -> int | None:
+    """Offset of the first valid frame head at or after ``start``, anywhere, or None. Reads 1 MiB at a
+    time."""
+    window = 1 << 20
+    at = start
+    while at < stop:
+        data = read_exactly(fd, min(window + FRAME_HEAD_BYTES, stop - at), at)
+        hit = data.find(MAGIC)
+        while hit >= 0:
+            with contextlib.suppress(ShardError):
+                unpack_frame_head(data[hit : hit + FRAME_HEAD_BYTES], at + hit)
+                return at + hit
+            hit = data.find(MAGIC, hit + 1)
+        at += window
+    return None
