@@ -749,8 +749,9 @@ class ShardStore:
             self._remember(key, block)
         if piece.row_stop > block.num_rows or block.position + piece.row_start != piece.position:
             raise CorruptShardError(
-                f"block {key[2]:,} of {stream}/{key[1]:06d} starts at position {block.position:,}; "
-                f"a record expects {piece.position - piece.row_start:,}",
+                f"{self._files[key[:2]].path}: block {key[2]:,} is not the one that a record points "
+                "at: it starts "
+                f"at position {block.position:,}, expected {piece.position - piece.row_start:,}",
                 path=self._files[key[:2]].path,
             )
         return block
