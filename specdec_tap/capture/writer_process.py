@@ -242,6 +242,9 @@ def write_status(path: Path, status: dict[str, Any]) -> None:
 
 def main(argv: list[str]) -> int:
     logging.basicConfig(format="specdec-tap writer: %(message)s", level=logging.INFO, stream=sys.stderr)
+    if os.fork():
+        # vLLM ends by killing its whole process tree; whoever seals the shards must not be in it.
+        os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # ends when the worker's end of the socket closes
     channel = socket.socket(fileno=int(argv[1]))

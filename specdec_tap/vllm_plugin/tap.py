@@ -407,6 +407,7 @@ class Tap:
                 problem if answer else "the writer process ended while it started; see its messages above"
             )
         ours.settimeout(None)
+        self._process.wait()  # it forked and left at once; the writer itself is nobody's child
         self._socket = ours
 
     def _send_outbox(self) -> bool:
@@ -447,8 +448,6 @@ class Tap:
     def _restart_writer(self) -> None:
         while self.active:
             try:
-                if self._process is not None:
-                    self._process.wait(timeout=5)
                 self.ring.reset()
                 self.ring.worker.add("writer_restarts")
                 self._start_writer()
