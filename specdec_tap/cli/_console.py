@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..errors import InputError
 
@@ -88,8 +88,10 @@ def progress_bar(title: str, total: float | None, *, unit: str = "") -> Iterator
     yield Bar(show_plain)
 
 
-def print_table(title: str, rows: Sequence[tuple[str, ...]], *, headers: Sequence[str] = ()) -> None:
-    """Print rows as a rich table on standard output, wide enough for its content also in a log."""
+def print_table(
+    title: str, rows: Sequence[tuple[str, ...]], *, headers: Sequence[str] = (), to: TextIO | None = None
+) -> None:
+    """Print rows as a rich table on ``to`` (standard output), wide enough for its content also in a log."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -100,8 +102,8 @@ def print_table(title: str, rows: Sequence[tuple[str, ...]], *, headers: Sequenc
         table.add_column(headers[index] if headers else "", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    width = None if sys.stdout.isatty() else 120
-    Console(width=width).print(table)
+    to = sys.stdout if to is None else to
+    Console(file=to, width=None if to.isatty() else 120).print(table)
 
 
 def write_json(path: Path | None, value: Any) -> None:

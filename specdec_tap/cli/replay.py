@@ -132,13 +132,14 @@ def replay_with_progress(
     *,
     found: engine.PromptFileCheck,
     limit: int | None = None,
+    skip: int = 0,
     answers: engine.AnswerFile | None = None,
     title: str = "replay",
 ) -> None:
     """Replay a file with a progress bar of requests and tokens per second; fills ``result``."""
 
     def pending() -> Iterator[engine.Conversation]:
-        for conversation in engine.iterate_conversations(path, limit=limit):
+        for conversation in engine.iterate_conversations(path, limit=limit, skip=skip):
             if answers is not None and conversation.id in answers.answered:
                 result.resumed += 1
             else:
