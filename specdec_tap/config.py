@@ -23,6 +23,9 @@ ENV_PREFIX = "SPECDEC_TAP_"
 ENV_SWITCH = "SPECDEC_TAP"
 ENV_FILE = "SPECDEC_TAP_CONFIG"
 ADDITIONAL_CONFIG_KEY = "specdec_tap"
+SECRET_FIELDS = frozenset({"admin_token"})
+"""Never printed, logged, or passed on to another process than the one that checks them."""
+MIN_TOKEN_CHARS = 16
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -90,8 +93,18 @@ class TapConfig:
     """True: a server whose model or vLLM cannot be tapped refuses to start. False: it serves
     without capture and says so once."""
 
+    admin_token: str | None = dataclasses.field(default=None, repr=False)
+    """Secret that a client of /specdec_tap/ must send as ``Authorization: Bearer TOKEN``; at least 16
+    characters. Without one nothing can be changed over HTTP. Set it in the environment or in the YAML
+    file: vLLM logs its arguments, so --additional-config may not hold it."""
+
+    public_status: bool = False
+    """True: GET /specdec_tap/status and /specdec_tap/events answer without the token."""
+
     def __post_init__(self) -> None:
         problems = []
+        if self.admin_token is not None and (problem := token_problem(self.admin_token)):
+            problems.append(problem)
         if not 0.0 <= self.sample_rate <= 1.0:
             problems.append(f"sample_rate is {self.sample_rate}; expected 0 to 1")
         if self.aux_layer_ids is not None:
@@ -179,6 +192,12 @@ class TapConfig:
                     hint = f"; did you mean {suggestion}?" if near else ""
                     problems.append(f"{name} ({source}) is not a setting of the tap{hint}")
                     continue
+                if key in SECRET_FIELDS and layer is section:
+                    problems.append(
+                        f"{key} is in --additional-config, which vLLM writes to its log; set "
+                        f"{ENV_PREFIX}{key.upper()} in the environment instead"
+                    )
+                    continue
                 try:
                     values[key] = _convert(key, raw, types[key])
                     sources[key] = source
@@ -195,8 +214,8 @@ class TapConfig:
         return cls(**values), sources
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as JSON-able values; :meth:`from_json` reads them back."""
-        out = dataclasses.asdict(self)
+        """Return the settings but the secrets as JSON-able values; :meth:`from_json` reads them back."""
+        out = {k: v for k, v in dataclasses.asdict(self).items() if k not in SECRET_FIELDS}
         out["dir"] = str(self.dir)
         return out
 
@@ -204,6 +223,18 @@ class TapConfig:
     def from_json(cls, values: Mapping[str, Any]) -> TapConfig:
         types = typing.get_type_hints(cls)
         return cls(**{k: None if v is None else _convert(k, v, types[k]) for k, v in values.items()})
+
+
+def token_problem(token: str) -> str | None:
+    """Return why a string cannot be an admin token, without repeating it; None if it can."""
+    if len(token) < MIN_TOKEN_CHARS:
+        return (
+            f"admin_token has {len(token)} characters; expected at least {MIN_TOKEN_CHARS} "
+            "(openssl rand -hex 16 makes one)"
+        )
+    if not token.isascii() or not token.isprintable() or " " in token:
+        return "admin_token holds spaces or characters that an HTTP header cannot carry; expected printable ASCII"
+    return None
 
 
 def field_docs() -> dict[str, str]:
@@ -280,6 +311,10 @@ def _convert(name: str, raw: Any, kind: Any) -> Any:
         if text in {"0", "false", "no", "off"}:
             return False
         raise ValueError(f"{name} is {raw!r}; expected true or false")
+    if kind is str:
+        if not isinstance(raw, str):
+            raise ValueError(f"{name} is not a string; put it in quotes")
+        return raw.strip()
     if kind is Path:
         if not isinstance(raw, (str, Path)):
             raise ValueError(f"{name} is {raw!r}; expected a path")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..config import ADDITIONAL_CONFIG_KEY, ENV_PREFIX, ENV_SWITCH, TapConfig, field_docs
+from ..config import ADDITIONAL_CONFIG_KEY, ENV_PREFIX, ENV_SWITCH, SECRET_FIELDS, TapConfig, field_docs
 from ..errors import ConfigError
 from ._console import print_table, write_json
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     values = defaults if config is None else {name: getattr(config, name) for name in defaults}
     settings = {
         name: {
-            "value": _plain(value),
+            "value": "(set, not shown)" if name in SECRET_FIELDS and value else _plain(value),
             "source": sources.get(name, "default"),
             "environment": f"{ENV_PREFIX}{name.upper()}",
             "doc": docs.get(name, ""),
