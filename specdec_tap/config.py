@@ -233,7 +233,7 @@ def token_problem(token: str) -> str | None:
             "(openssl rand -hex 16 makes one)"
         )
     if not token.isascii() or not token.isprintable() or " " in token:
-        return "admin_token holds spaces or characters that an HTTP header cannot carry; expected printable ASCII"
+        return "admin_token holds spaces or characters outside printable ASCII; no HTTP header can carry them"
     return None
 
 
