@@ -1,16 +1,17 @@
-"""Files of a training run that more than one program reads: pure Python, written by the trainer, read by the server.
+"""Files of a training run that more than one program reads; the trainer writes, the server reads. Pure Python.
 
-``predictions.jsonl`` tells, token by token, how well a drafter predicted held-out records. Line 1 describes the
-file, every further line one record::
+``predictions.jsonl`` tells, token by token, how well a drafter predicted held-out records. Line 1 describes
+the file, every further line is one record::
 
-    {"format": "specdec-tap predictions", "version": 1, "draft_tokens": 3, "drafter": "runs/1", "created_unix_s": ...}
+    {"format": "specdec-tap predictions", "version": 1, "draft_tokens": 3, "drafter": "runs/1",
+     "created_unix_s": 1796046087.9}
     {"record": "host-0/000001/17", "first_position": 41, "steps": [
-        {"correct": [1, 0, null], "probability": [0.81, 0.02, null], "rank": [1, 9, null]}, ... one per draft position]}
+     {"correct": [1, 0, null], "probability": [0.81, 0.02, null], "rank": [1, 9, null]}, ...]}
 
-Entry i of step k (from 0) is about token ``first_position + i`` of the record, as the (k+1)-th draft token of the
-chain that began k + 1 tokens before it. So the same entry of all steps is about the same token, and a token's fate at
-draft positions 1, 2, 3 reads off three lists. ``null``: not evaluated (a prompt token, a gap, the chain would begin
-before the captured rows).
+``steps`` has one entry per draft position. Entry i of step k (from 0) is about token ``first_position + i``
+of the record, as draft token k + 1 of the chain that began k + 1 tokens before it. So the same entry of all
+steps is about the same token, and its fate at draft positions 1, 2, 3 reads off three lists. ``null``: not
+evaluated (a prompt token, a gap, or the chain would begin before the captured rows).
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class StepPrediction:
     """How one draft position did over consecutive tokens of a record; lists of equal length.
 
     Args:
-        correct: 1 where the greedy draft token is the target's token, 0 where it is another, None where unknown.
+        correct: 1 where the greedy draft token is the target's token, 0 where it is not, None: unknown.
         probability: What the drafter gave to the target's token, 0 to 1.
-        rank: Place of the target's token in the drafter's distribution, from 1; None also for a token that the
-            draft vocabulary lacks.
+        rank: Place of the target's token in the drafter's distribution, from 1; None also for a token that
+            the draft vocabulary lacks.
     """
 
     correct: Sequence[int | None]
@@ -195,7 +196,8 @@ class Predictions:
         end = line.find(b'"', len(prefix))
         if not line.startswith(prefix) or end < 0 or not line.endswith(b"\n"):
             raise InputError(
-                f"{self.path}: line {len(self._offsets) + 2} is not a record, or was cut off; write the file again"
+                f"{self.path}: line {len(self._offsets) + 2} is not a record, or was cut off; "
+                "write the file again"
             )
         return line[len(prefix) : end].decode("ascii", "replace")
 

@@ -1,7 +1,6 @@
 """Predictions of a drafter by token: what the trainer writes is what the dashboard reads."""
 
 import json
-import os
 
 import pytest
 
@@ -31,7 +30,7 @@ def test_records_come_back_by_id(tmp_path):
     assert got.steps[0] == StepPrediction([1, 0, None], [0.81235, 0.1, None], [1, 7, None])
     assert got.steps[1].probability == [None, None, 1.0]
     assert predictions.get("s/000001/9") is None
-    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path):
