@@ -30,7 +30,31 @@ class StandIn:
     delay_s: float = 0.0
     under_way: int = 0
     most_under_way: int = 0
-    metrics_page: str = ""
+    accepted: tuple[int, ...] = ()
+    """Accepted draft tokens per position that each answered request adds, over 10 drafts."""
+    answered: int = 1000
+    """Requests counted so far: a server that has run for a while does not start at zero."""
+
+    def metrics_page(self) -> str:
+        """Two engines share the counts, as with data parallelism; other metrics are around them."""
+        lines = ["# HELP vllm:num_requests_running Requests.", 'vllm:num_requests_running{engine="0"} 0.0']
+        if self.accepted:
+            counts = {
+                "drafts": 10,
+                "draft_tokens": 10 * len(self.accepted),
+                "accepted_tokens": sum(self.accepted),
+            }
+            for engine, share in (("0", self.answered // 2), ("1", self.answered - self.answered // 2)):
+                lines += [
+                    f'vllm:spec_decode_num_{name}_total{{engine="{engine}",model_name="m"}} {count * share}.0'
+                    for name, count in counts.items()
+                ]
+                lines += [
+                    f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="{engine}",position="{i}"}} '
+                    f"{count * share}.0"
+                    for i, count in enumerate(self.accepted)
+                ]
+        return "\n".join(lines) + "\n"
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -41,7 +65,7 @@ class StandIn:
 
         @app.get("/metrics")
         def metrics() -> PlainTextResponse:
-            return PlainTextResponse(self.metrics_page)
+            return PlainTextResponse(self.metrics_page())
 
         @app.post("/v1/chat/completions")
         async def chat(request: Request) -> JSONResponse:
@@ -60,6 +84,7 @@ class StandIn:
             if words > CONTEXT_WORDS:
                 message = f"This model's maximum context length is {CONTEXT_WORDS} tokens, not {words}."
                 return JSONResponse({"error": {"message": message, "type": "BadRequestError"}}, 400)
+            self.answered += 1
             text = "echo: " + body["messages"][-1]["content"]
             return JSONResponse(
                 {
