@@ -1,4 +1,4 @@
-"""Files of a training run that more than one program reads; the trainer writes, the server reads. Pure Python.
+"""Files of a training run that several programs read; the trainer writes, the server reads. Pure Python.
 
 ``predictions.jsonl`` tells, token by token, how well a drafter predicted held-out records. Line 1 describes
 the file, every further line is one record::
