@@ -35,6 +35,8 @@ MAX_METRICS_BYTES = 64 * 1024 * 1024
 _REASON = re.compile(
     r"^(?:\([^)]*\)\s*)?(?:(?:ERROR|CRITICAL)\s.*?\]\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$"
 )
+# What vLLM puts in front of each line of a process: "(EngineCore pid=123) ".
+_PREFIX = re.compile(r"^\([^)]*\)\s*")
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
@@ -304,7 +306,13 @@ class VllmServer:
     def death_reason(self) -> str:
         """Return the last exception named in the log, and where the log is; else the log's last lines."""
         lines = self._tail_lines()
-        reasons = [match.group(1) for line in lines if (match := _REASON.match(line.strip()))]
+        reasons = []
+        for i, line in enumerate(lines):
+            if match := _REASON.match(line.strip()):
+                # pydantic puts what is wrong on the lines after "1 validation error for ...".
+                more = [_PREFIX.sub("", text).strip() for text in lines[i + 1 : i + 4]]
+                is_headline = match.group(1).endswith(":") or "validation error" in match.group(1)
+                reasons.append(" ".join([match.group(1), *more] if is_headline else [match.group(1)]))
         # The last ones in vLLM's log are often "Engine core initialization failed. See root cause above".
         causes = [reason for reason in reasons if "root cause" not in reason]
         if causes:

