@@ -27,8 +27,8 @@ from typing import IO, Any
 
 from .errors import InputError
 
-METRICS_NAME = "metrics.jsonl"
-SUMMARY_NAME = "summary.json"
+LOG_NAME = "log.jsonl"
+"""One JSON object a line, with ``kind``: start, train, eval, note or end (``specdec_trainer.runlog``)."""
 PREDICTIONS_NAME = "predictions.jsonl"
 
 PREDICTIONS_FORMAT = "specdec-tap predictions"

@@ -1,0 +1,197 @@
+"""The routes under ``/specdec_tap``: look at a running capture and steer it.
+
+The same router is mounted into ``vllm serve`` (``specdec_tap.vllm_plugin.endpoints``) and into the dashboard,
+where the backend passes everything on to a server. Every error leaves in the one shape, whatever handlers the
+application around it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Protocol
+
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from specdec_tap.errors import SpecdecTapError
+
+from .errors import (
+    ApiError,
+    _on_http_error,
+    _on_library_error,
+    _on_validation_error,
+    error_response,
+)
+from .events import Broadcast
+from .security import Gate, RateLimit
+
+logger = logging.getLogger("specdec_tap.server")
+
+PREFIX = "/specdec_tap"
+ACTIONS = {
+    "pause": "capture no new requests; those under way are finished",
+    "resume": "capture new requests again",
+    "rate": 'change the share of requests that is captured; the body is {"rate": 0.1}',
+    "flush": "put everything written so far on the disk",
+    "rotate": "seal the open shard and start the next one",
+}
+MAX_BODY_BYTES = 4096
+STATUS_FRESH_S = 0.5
+CHANGES_PER_S, CHANGES_BURST = 5.0, 20
+READS_PER_S, READS_BURST = 500.0, 1000
+
+
+class Backend(Protocol):
+    """What the routes talk to."""
+
+    async def status(self) -> Mapping[str, Any]:
+        """Return the status of every rank."""
+        ...
+
+    async def control(self, action: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Do one of ``ACTIONS`` on every rank and return the status after it."""
+        ...
+
+
+class OwnErrorsRoute(APIRoute):
+    """A route whose errors have our shape also inside an application with other error handlers."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except SpecdecTapError as err:
+                return await _on_library_error(request, err)
+            except HTTPException as err:
+                return await _on_http_error(request, err)
+            except RequestValidationError as err:
+                return await _on_validation_error(request, err)
+            except Exception:  # the server around us must not see it: serving goes on
+                logger.exception("%s %s failed", request.method, request.url.path)
+                return error_response(500, "internal", "the server made an error; its log has the traceback")
+
+        return handle
+
+
+class Fresh:
+    """One answer for many readers: made at most twice a second, by one of them while the others wait."""
+
+    def __init__(
+        self,
+        make: Callable[[], Awaitable[bytes]],
+        fresh_s: float = STATUS_FRESH_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._make, self._fresh_s, self._clock = make, fresh_s, clock
+        self._lock = asyncio.Lock()
+        self._value: bytes | None = None
+        self._until = 0.0
+
+    async def get(self) -> bytes:
+        """Return the value, at most ``fresh_s`` seconds old."""
+        if self._value is not None and self._clock() < self._until:
+            return self._value
+        async with self._lock:
+            if self._value is None or self._clock() >= self._until:
+                self._value = await self._make()
+                self._until = self._clock() + self._fresh_s
+            return self._value
+
+    def forget(self) -> None:
+        """The next reader gets a new one."""
+        self._until = 0.0
+
+
+def control_router(backend: Backend, gate: Gate, *, max_streams: int = 256) -> APIRouter:
+    """Return the routes ``GET status``, ``GET events`` and ``POST`` of every action, under ``/specdec_tap``.
+
+    Args:
+        backend: Where the answers come from.
+        gate: Who may read and who may change.
+        max_streams: Event streams at once.
+    """
+    router = APIRouter(prefix=PREFIX, route_class=OwnErrorsRoute)
+    reads = RateLimit(READS_PER_S, READS_BURST)
+    changes = RateLimit(CHANGES_PER_S, CHANGES_BURST)
+
+    async def encoded_status() -> bytes:
+        return json.dumps(dict(await backend.status()), separators=(",", ":")).encode()
+
+    fresh = Fresh(encoded_status)
+
+    async def events() -> dict[str, Any]:
+        return {"status": dict(await backend.status())}
+
+    broadcast = Broadcast(events, max_subscribers=max_streams)
+
+    @router.get("/status")
+    async def status(request: Request) -> Response:
+        """Return what every rank is doing."""
+        reads.check("status requests")
+        gate.check_read(request.headers)
+        return Response(
+            await fresh.get(), media_type="application/json", headers={"Cache-Control": "no-store"}
+        )
+
+    @router.get("/events")
+    async def event_stream(request: Request) -> Response:
+        """Stream the status as server-sent events."""
+        reads.check("status requests")
+        gate.check_read(request.headers)
+        return broadcast.response()
+
+    def add(action: str, summary: str) -> None:
+        async def change(request: Request) -> Response:
+            changes.check("changes")
+            gate.check_change(request.headers)
+            arguments = await _arguments(action, request)
+            answer = await backend.control(action, arguments)
+            fresh.forget()
+            logger.info("capture: %s %s", action, arguments or "")
+            return JSONResponse(dict(answer), headers={"Cache-Control": "no-store"})
+
+        change.__name__ = action
+        change.__doc__ = summary[0].upper() + summary[1:] + "."
+        router.add_api_route(f"/{action}", change, methods=["POST"])
+
+    for name, summary in ACTIONS.items():
+        add(name, summary)
+    return router
+
+
+async def _arguments(action: str, request: Request) -> dict[str, Any]:
+    """Read the arguments of an action from the body: nothing but what the action knows is passed on.
+
+    Raises:
+        ApiError: 413 or 422, saying what was expected.
+    """
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, "invalid_value", f"the body is over {MAX_BODY_BYTES:,} bytes")
+    try:
+        values = json.loads(body) if body.strip() else {}
+    except (ValueError, RecursionError) as err:
+        raise ApiError(422, "invalid_value", "the body is no JSON", hint=ACTIONS[action]) from err
+    if not isinstance(values, dict):
+        raise ApiError(422, "invalid_value", "the body is no JSON object", hint=ACTIONS[action])
+    known = {"rate"} if action == "rate" else set()
+    if unknown := sorted(set(values) - known):
+        raise ApiError(422, "invalid_value", f"{action} takes no {', '.join(map(repr, unknown))[:200]}")
+    if action != "rate":
+        return {}
+    rate = values.get("rate")
+    if type(rate) not in (int, float) or not math.isfinite(rate) or not 0 <= rate <= 1:
+        raise ApiError(422, "invalid_value", f"rate is {rate!r:.60}; expected a number from 0 to 1")
+    return {"rate": float(rate)}
