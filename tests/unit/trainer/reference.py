@@ -1,0 +1,165 @@
+"""The slow, obvious EAGLE-3: one position, one head, one key at a time, in float32 (or float64), from
+weights by name.
+
+It defines what the trainer must compute. It shares no code with the trainer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean() + eps) * weight
+
+
+def rotate(x: Tensor, position: int, theta: float, rotary_dim: int | None = None) -> Tensor:
+    """Rotate one head ``[d]``: entry i is paired with entry i + rotary_dim / 2."""
+    d = rotary_dim or len(x)
+    out = list(x)
+    for i in range(d // 2):
+        angle = position / theta ** (2 * i / d)
+        c, s = math.cos(angle), math.sin(angle)
+        a, b = x[i], x[i + d // 2]
+        out[i], out[i + d // 2] = a * c - b * s, b * c + a * s
+    return torch.stack(out)
+
+
+class Reference:
+    """A drafter as a serving engine runs it: a key-value cache, one token at a time."""
+
+    def __init__(self, weights: dict[str, Tensor], config, embed: Tensor) -> None:
+        self.w, self.c, self.embed = weights, config, embed
+
+    def combine(self, aux: Tensor) -> Tensor:
+        """``aux [A, H]`` of one position."""
+        x = aux.reshape(-1)
+        if self.c.norm_before_fc:
+            x = rms(x, self.w["input_norm.weight"], self.c.rms_norm_eps)
+        if self.c.fc_norm:
+            parts = [rms(a, self.w[f"fc_norm.{i}.weight"], self.c.rms_norm_eps) for i, a in enumerate(aux)]
+            x = torch.cat(parts)
+        return self.w["fc.weight"] @ x
+
+    def _head(self, layer: int, name: str, x: Tensor, head: int) -> Tensor:
+        d = self.c.head_dim
+        weight = self.w[f"layers.{layer}.self_attn.{name}_proj.weight"][head * d : (head + 1) * d]
+        out = weight @ x
+        if self.c.attention_bias:
+            out = out + self.w[f"layers.{layer}.self_attn.{name}_proj.bias"][head * d : (head + 1) * d]
+        if self.c.qk_norm and name in "qk":
+            out = rms(out, self.w[f"layers.{layer}.self_attn.{name}_norm.weight"], self.c.rms_norm_eps)
+        return out
+
+    def forward(self, state: Tensor, token: int, position: int, cache: list) -> tuple[Tensor, Tensor]:
+        """One token through all layers.
+
+        Returns:
+            ``(state for the head, state fed back)``; keys and values are appended to ``cache``.
+        """
+        c, w, eps = self.c, self.w, self.c.rms_norm_eps
+        theta = c.rope["rope_theta"]
+        rotary = int(c.head_dim * c.rope.get("partial_rotary_factor", 1.0))
+        hidden, residual = state, None
+        for layer in range(c.num_layers):
+            name = f"layers.{layer}."
+            if layer == 0:
+                normed = rms(hidden, w[name + "hidden_norm.weight"], eps)
+                residual = normed if c.norm_before_residual else hidden
+                x = torch.cat([rms(self.embed[token], w[name + "input_layernorm.weight"], eps), normed])
+            else:
+                residual = residual + hidden
+                x = rms(residual, w[name + "input_layernorm.weight"], eps)
+            keys = [
+                rotate(self._head(layer, "k", x, h), position, theta, rotary) for h in range(c.num_kv_heads)
+            ]
+            values = [self._head(layer, "v", x, h) for h in range(c.num_kv_heads)]
+            cache[layer].append((keys, values))
+            outputs = []
+            for h in range(c.num_heads):
+                q = rotate(self._head(layer, "q", x, h), position, theta, rotary)
+                kv = h // (c.num_heads // c.num_kv_heads)
+                scores = torch.stack([q @ k[kv] / math.sqrt(c.head_dim) for k, _ in cache[layer]])
+                probs = torch.softmax(scores, 0)
+                outputs.append(sum(p * v[kv] for p, (_, v) in zip(probs, cache[layer], strict=True)))
+            attended = w[name + "self_attn.o_proj.weight"] @ torch.cat(outputs)
+            if c.attention_bias:
+                attended = attended + w[name + "self_attn.o_proj.bias"]
+            residual = residual + attended
+            y = rms(residual, w[name + "post_attention_layernorm.weight"], eps)
+            gate, up = w[name + "mlp.gate_proj.weight"] @ y, w[name + "mlp.up_proj.weight"] @ y
+            if c.mlp_bias:
+                gate, up = gate + w[name + "mlp.gate_proj.bias"], up + w[name + "mlp.up_proj.bias"]
+            hidden = w[name + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+            if c.mlp_bias:
+                hidden = hidden + w[name + "mlp.down_proj.bias"]
+        stream = residual + hidden
+        normed = rms(stream, w["norm.weight"], eps)
+        return normed, normed if c.norm_output else stream
+
+    def chain(self, aux: Tensor, tokens, first_position: int, row: int, steps: int) -> list[Tensor]:
+        """States before the head for drafting after ``row`` of one document, tokens forced.
+
+        Args:
+            aux: ``[n, A, H]`` of the document.
+            tokens: x[t+1] of its rows.
+            first_position: Position of row 0.
+            row: The chain starts here.
+            steps: At most this many; fewer when the document ends.
+        """
+        cache = [[] for _ in range(self.c.num_layers)]
+        for t in range(row + 1):
+            normed, state = self.forward(self.combine(aux[t]), int(tokens[t]), first_position + t, cache)
+        out = [normed]
+        for k in range(1, steps):
+            if row + k >= len(tokens):
+                break
+            normed, state = self.forward(state, int(tokens[row + k]), first_position + row + k, cache)
+            out.append(normed)
+        return out
+
+
+def reference_loss(
+    reference: Reference, documents, target_head: Tensor, draft_ids, *, steps: int, decay: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss of a batch by definition.
+
+    For every supervised row and step whose predicted token is supervised too and whose target argmax is in
+    the draft
+    vocabulary: cross-entropy between the target's distribution restricted to that vocabulary and the
+        drafter's.
+
+    Returns:
+        ``(sum over rows and steps of decay**k * weight * loss, correct [steps], count [steps])``.
+    """
+    head = reference.w["lm_head.weight"]
+    total = torch.zeros((), dtype=head.dtype)
+    correct, count = torch.zeros(steps), torch.zeros(steps)
+    ids = list(range(len(target_head))) if draft_ids is None else [int(i) for i in draft_ids]
+    for doc in documents:
+        teacher_of = {int(r): i for i, r in enumerate(doc.has_final.nonzero()[0])}
+        for row in range(len(doc.tokens)):
+            if doc.weight[row] == 0:
+                continue
+            states = reference.chain(doc.aux.to(head.dtype), doc.tokens, doc.first_position, row, steps)
+            for k, state in enumerate(states):
+                if row + k >= len(doc.tokens) or doc.weight[row + k] == 0:
+                    break  # the predicted token is not supervised: the chain ends
+                logits = head @ state
+                if row + k in teacher_of:
+                    full = target_head @ doc.final[teacher_of[row + k]].to(head.dtype)
+                    best = int(full.argmax())
+                    q = torch.softmax(full[ids], 0)
+                else:
+                    best = int(doc.labels[row + k])
+                    q = torch.tensor([float(i == best) for i in ids], dtype=head.dtype)
+                count[k] += 1
+                if best not in ids:
+                    continue
+                loss = -(q * torch.log_softmax(logits, 0)).sum()
+                total = total + decay**k * float(doc.weight[row]) * loss
+                correct[k] += float(ids[int(logits.argmax())] == best)
+    return total, correct, count

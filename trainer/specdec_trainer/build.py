@@ -1,0 +1,184 @@
+"""From a configuration, shards and a target to a drafter ready to train."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec_tap.errors import ConfigError, InputError
+from specdec_tap.target import Target
+
+from .config import TrainConfig
+from .loss import TeacherHead
+from .model import DraftConfig, Eagle3Drafter, init_weights
+from .objective import Eagle3Objective
+from .rope import rope_parameters
+from .vocab import automatic_size, choose_draft_ids, mappings
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Heads and widths copied from the target, and why."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    reason: str
+
+
+def draft_shape(target: Target) -> Shape:
+    """Choose the drafter's heads and MLP width from the target's config.
+
+    Llama-like targets lend theirs as they are (also where head_dim differs from hidden / heads). Targets
+    without ordinary heads (MLA, Mamba) get heads of 128.
+    """
+    text = target.text_config
+    hidden = target.hidden_size
+    heads, head_dim = text.get("num_attention_heads"), text.get("head_dim")
+    model_type = text.get("model_type", "unknown")
+    width = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
+    if text.get("kv_lora_rank") or not isinstance(heads, int):
+        head_dim = math.gcd(hidden, 128)
+        heads = hidden // head_dim
+        kv = math.gcd(heads, 8)
+        return Shape(
+            heads, kv, head_dim, int(width), f"{model_type} has no ordinary heads: heads of {head_dim}"
+        )
+    kv = text.get("num_key_value_heads") or heads
+    head_dim = int(head_dim or hidden // heads)
+    return Shape(heads, int(kv), head_dim, int(width), f"heads and MLP width of the {model_type} target")
+
+
+def draft_config(
+    config: TrainConfig, target: Target, aux_layer_ids: tuple[int, ...], draft_vocab: int
+) -> DraftConfig:
+    """Shape and arithmetic of the drafter."""
+    shape = draft_shape(target)
+    text = target.text_config
+    return DraftConfig(
+        layer=config.layer,
+        hidden_size=target.hidden_size,
+        num_layers=config.num_layers,
+        intermediate_size=config.intermediate_size or shape.intermediate_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=target.norm_eps,
+        rope=rope_parameters({**text, "head_dim": shape.head_dim}),
+        max_position_embeddings=int(text.get("max_position_embeddings") or 32768),
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab,
+        aux_layer_ids=tuple(aux_layer_ids),
+        norm_before_residual=config.norm_before_residual,
+        norm_before_fc=config.norm_before_fc,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+        qk_norm=config.qk_norm,
+        attention_bias=config.attention_bias,
+        target_layers=target.num_hidden_layers,
+    )
+
+
+def draft_vocabulary(config: TrainConfig, target: Target, counts: np.ndarray) -> np.ndarray | None:
+    """Target ids of the draft vocabulary, or None for all of them."""
+    vocab = target.vocab_size
+    size = config.draft_vocab_size
+    if size is None:
+        size = automatic_size(
+            counts, vocab, largest=config.max_draft_vocab_size, smallest=config.min_draft_vocab_size
+        )
+    ids = choose_draft_ids(counts, size, always=end_tokens(target))
+    return None if size == vocab else ids
+
+
+def end_tokens(target: Target) -> list[int]:
+    """End-of-sequence ids named by the target's config."""
+    out: list[int] = []
+    for config in (target.config, target.text_config):
+        value = config.get("eos_token_id")
+        out += [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)]
+    return sorted(set(out))
+
+
+def check_layers(aux_layer_ids: tuple[int, ...], target: Target) -> None:
+    """Refuse shards whose layers cannot be this target's."""
+    if max(aux_layer_ids) > target.num_hidden_layers:
+        raise InputError(
+            f"the shards hold states of layer {max(aux_layer_ids)}, but the target in "
+            f"{str(target.path)!r} has "
+            f"{target.num_hidden_layers} layers; they belong to another model"
+        )
+
+
+def build(
+    config: TrainConfig,
+    draft: DraftConfig,
+    target: Target,
+    draft_ids: np.ndarray | None,
+    device: torch.device,
+) -> Eagle3Objective:
+    """Model, teacher and objective on ``device``."""
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    generator = torch.Generator().manual_seed(config.seed)
+    model = Eagle3Drafter(draft, compute_dtype=dtype)
+    init_weights(model, generator)
+    head = target.head.torch()[: target.vocab_size]
+    bias = None if target.head_bias is None else target.head_bias.torch()[: target.vocab_size]
+    ids: Tensor | None = None
+    if draft_ids is not None:
+        ids = torch.from_numpy(draft_ids)
+        model.d2t.copy_(torch.from_numpy(mappings(draft_ids, target.vocab_size)[0]))
+    rows = head if ids is None else head[ids]
+    if bias is not None and not config.train_lm_head:
+        raise ConfigError(
+            "the target's output head has a bias, which a drafter's head has not; set train_lm_head to true"
+        )
+    model.lm_head.weight.data.copy_(rows.float() * target.logit_scale)
+    model.lm_head.weight.requires_grad_(config.train_lm_head)
+    if (scale := final_norm_scale(target)) is not None:
+        # The head expects states of this scale in each channel.
+        model.norm.weight.data.copy_(scale)
+    if not config.train_lm_head:
+        model.lm_head.to(dtype)  # a frozen table needs no float32 master
+    for layer in model.layers:
+        layer.dropout = config.dropout
+    model.embed_weight = target.embed.torch()[: target.vocab_size]
+    model.to(device)
+    teacher = TeacherHead(
+        head.to(device, dtype), None if ids is None else ids.to(device),
+        bias=None if bias is None else bias.to(device, dtype),
+        logit_scale=target.logit_scale, logit_softcap=target.logit_softcap,
+        temperature=config.teacher_temperature, hard_weight=config.hard_weight,
+    )  # fmt: skip
+    return Eagle3Objective(
+        model, teacher, steps=config.ttt_steps, decay=config.ttt_decay,
+        broken_keep=config.broken_keep, noise=config.noise,
+    )  # fmt: skip
+
+
+def final_norm_scale(target: Target) -> Tensor | None:
+    """Factor of each channel in the target's final norm ``[H]``; None where it is not a known RMS norm."""
+    if target.norm is None or target.norm_kind not in ("rms", "rms_one_plus"):
+        return None
+    weight = target.norm.torch().float()
+    return weight + 1.0 if target.norm_kind == "rms_one_plus" else weight
+
+
+def describe(draft: DraftConfig, model: Eagle3Drafter, shape: Shape) -> dict[str, Any]:
+    """Facts for logs and the model card."""
+    trainable = sum(p.numel() for _, p in model.trainable())
+    return {
+        "architecture": f"EAGLE-3 {draft.layer}, {draft.num_layers} layer(s): {shape.reason}",
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable_parameters": trainable,
+        "trainable": [name for name, _ in model.trainable()],
+        "draft_vocab_size": draft.draft_vocab_size,
+        "vocab_size": draft.vocab_size,
+        "aux_layer_ids": list(draft.aux_layer_ids),
+    }

@@ -1,0 +1,61 @@
+"""The model card written beside an exported drafter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec_tap._version import __version__
+
+from .checkpoint import LoopState
+from .config import TrainConfig
+from .data import Survey
+from .evaluate import Evaluation
+
+
+def model_card(
+    config: TrainConfig, facts: dict[str, Any], survey: Survey, state: LoopState,
+    evaluation: Evaluation | None, target_name: str | None,
+) -> str:  # fmt: skip
+    """README.md of a drafter: what it is, what it was trained on, what it reaches."""
+    target = target_name or "the served model"
+    lines = [
+        "---",
+        "license: other  # state the license of the target and of the traffic before sharing",
+        *([f"base_model: {target_name}"] if target_name else []),
+        "tags: [speculative-decoding, eagle3]",
+        "---",
+        "",
+        f"# EAGLE-3 drafter for {target}",
+        "",
+        f"Trained by specdec-tap {__version__} on hidden states captured while {target} was serving.",
+        "",
+        "```",
+        'vllm serve TARGET --speculative-config \'{"method": "eagle3", "model": "THIS_FOLDER", '
+        f'"num_speculative_tokens": {config.eval_draft_tokens}}}\'',
+        "```",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| Architecture | {facts['architecture']} |",
+        f"| Parameters | {facts['parameters']:,}, {facts['trainable_parameters']:,} trained |",
+        f"| Draft vocabulary | {facts['draft_vocab_size']:,} of {facts['vocab_size']:,} |",
+        f"| Aux layers (residual stream entering layer) | {facts['aux_layer_ids']} |",
+        f"| Training data | {survey.records:,} requests, {survey.supervised:,} supervised tokens |",
+        f"| Training | {state.step:,} steps, {state.tokens:,} tokens, {config.ttt_steps} TTT steps |",
+    ]
+    if evaluation is not None:
+        accuracy = " / ".join(f"{a:.3f}" for a in evaluation.accuracy)
+        lines += [
+            f"| Simulated acceptance length (held-out requests, greedy, {config.eval_draft_tokens} "
+            "draft tokens) | "
+            f"{evaluation.simulated_acceptance_length:.3f} |",
+            f"| Held-out accuracy by draft token | {accuracy} |",
+        ]
+    lines += [
+        "",
+        "Simulated acceptance length is computed from held-out captures. Measure the real one, on "
+        "your own traffic, "
+        "with `specdec-tap eval`.",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,269 @@
+"""Training settings: one frozen dataclass; its field docstrings are the help texts of the flags."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from specdec_tap.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Settings of one training run."""
+
+    # -- what is trained
+    layer: Literal["llama"] = "llama"
+    """Decoder layer of the drafter."""
+    num_layers: int = 1
+    """Decoder layers of the drafter; engines run one pass through all of them for each draft token."""
+    intermediate_size: int | None = None
+    """Width of the MLP; None takes the target's."""
+    draft_vocab_size: int | None = None
+    """Tokens the drafter can propose; None chooses from traffic, at most max_draft_vocab_size."""
+    max_draft_vocab_size: int = 32000
+    """Upper bound of the automatic draft vocabulary."""
+    min_draft_vocab_size: int = 8192
+    """Lower bound of the automatic draft vocabulary, so that a short capture leaves room for new words."""
+    norm_before_residual: bool = True
+    """Start the residual stream from the normed state."""
+    norm_before_fc: bool = True
+    """One RMS norm over the concatenated aux states before they are fused."""
+    fc_norm: bool = False
+    """One RMS norm for each aux state instead."""
+    norm_output: bool = True
+    """Feed the normed state back to the next draft step."""
+    qk_norm: bool = False
+    """Qwen3-style norms on query and key heads."""
+    attention_bias: bool = False
+    """Biases in the attention projections."""
+    train_lm_head: bool = False
+    """Train the output head too. It starts from the target's rows, and they are hard to improve on little
+    data."""
+    init_from: Path | None = None
+    """Drafter folder (vLLM, SGLang or speculators layout) to start from."""
+
+    # -- objective
+    ttt_steps: int = 4
+    """Draft steps unrolled in training (training-time test)."""
+    ttt_decay: float = 0.8
+    """Loss weight of step k is this to the power k."""
+    broken_keep: float = 1.0
+    """Share of chains unrolled further after a wrong draft token, 0 to 1; a server never goes on there."""
+    teacher_temperature: float = 1.0
+    """Temperature of the target's distribution; below 1 sharpens it towards the greedy token."""
+    hard_weight: float = 0.0
+    """Share of the target's distribution replaced by its greedy token, 0 to 1."""
+    prompt_weight: float = 0.0
+    """Loss weight of prompt tokens, which have no target distribution unless captured with final_hidden:
+    all."""
+
+    # -- optimization
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """Muon for matrices with AdamW for the rest, or AdamW for everything."""
+    lr: float = 2e-3
+    """Peak learning rate of the matrices."""
+    adamw_lr: float = 1e-3
+    """Peak learning rate of norms and head under Muon."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of the matrices."""
+    adamw_weight_decay: float = 0.01
+    """Decoupled weight decay of matrices that AdamW handles."""
+    momentum: float = 0.95
+    """Muon's momentum."""
+    ns_steps: int = 5
+    """Newton-Schulz steps of Muon."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+    warmup: float = 0.02
+    """Share of the run spent warming up."""
+    lr_floor: float = 0.0
+    """Learning rate at the end, as a share of the peak."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 turns clipping off."""
+    dropout: float = 0.0
+    """Dropout on what attention and MLP add to the residual stream."""
+    noise: float = 0.0
+    """Uniform noise on the aux states, as a share of their standard deviation."""
+    ema: float = 0.0
+    """Decay of the moving average of weights that is evaluated and exported; 0 turns it off."""
+
+    # -- how long and how much at once
+    epochs: float = 8.0
+    """Passes over the training records."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps."""
+    time_limit: float | None = None
+    """Seconds of training after which the schedule ends, whatever epochs says; None sets no limit."""
+    batch_tokens: int = 2048
+    """Rows of one forward pass; documents are packed, never padded or cut."""
+    accumulate: int = 1
+    """Forward passes for each optimizer step."""
+    max_length: int = 32768
+    """Rows after which one long document is split."""
+
+    # -- evaluation, logs, checkpoints
+    held_out: float = 0.05
+    """Share of conversations kept for evaluation, chosen by a hash of their first prompt."""
+    eval_draft_tokens: int = 3
+    """Draft tokens in each round of the simulated server."""
+    eval_epochs: float = 1.0
+    """Evaluate after so many passes (and at the end)."""
+    eval_records: int = 512
+    """Held-out records used for each evaluation, at most."""
+    patience: int = 0
+    """Stop after so many evaluations without a better simulated acceptance length; 0 never stops early."""
+    log_steps: int = 10
+    """Write a log line every so many optimizer steps."""
+    save_interval: float = 120.0
+    """Seconds between checkpoints."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept."""
+
+    # -- machine
+    seed: int = 0
+    """Seed of initial weights, order and noise."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 or auto."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the matrix products; master weights are always float32."""
+    workers: int = 1
+    """Threads that decode shards ahead of time."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in (
+            "num_layers", "ttt_steps", "batch_tokens", "accumulate", "max_length", "eval_draft_tokens",
+            "log_steps", "keep_checkpoints", "workers", "eval_records", "ns_steps",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                problems.append(f"{name} is {getattr(self, name)}; expected at least 1")
+        for name in ("intermediate_size", "draft_vocab_size", "max_steps", "time_limit"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                problems.append(f"{name} is {value}; expected more than 0")
+        for name in ("broken_keep", "hard_weight", "held_out", "warmup", "lr_floor", "dropout", "ema"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                problems.append(f"{name} is {value}; expected 0 to 1")
+        for name in ("lr", "adamw_lr", "epochs", "teacher_temperature", "eval_epochs", "save_interval"):
+            if getattr(self, name) <= 0:
+                problems.append(f"{name} is {getattr(self, name)}; expected more than 0")
+        for name in (
+            "prompt_weight",
+            "weight_decay",
+            "adamw_weight_decay",
+            "clip",
+            "noise",
+            "patience",
+            "momentum",
+        ):
+            if getattr(self, name) < 0:
+                problems.append(f"{name} is {getattr(self, name)}; expected 0 or more")
+        if not 0 < self.ttt_decay <= 1:
+            problems.append(f"ttt_decay is {self.ttt_decay}; expected more than 0, at most 1")
+        if self.norm_before_fc and self.fc_norm:
+            problems.append("norm_before_fc and fc_norm are both set; choose one, the engines apply only one")
+        if self.min_draft_vocab_size > self.max_draft_vocab_size:
+            problems.append(
+                f"min_draft_vocab_size is {self.min_draft_vocab_size:,}, above max_draft_vocab_size "
+                f"{self.max_draft_vocab_size:,}"
+            )
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able values."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(self).items()}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Settings of a YAML file, converted and checked for unknown keys.
+
+    Raises:
+        ConfigError: Lists every unknown key (with the nearest name) and every bad value at once.
+    """
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text()) or {}
+    except OSError as err:
+        raise ConfigError(f"--config is {str(path)!r}, which cannot be read: {err.strerror}") from err
+    except yaml.YAMLError as err:
+        raise ConfigError(f"{str(path)!r} is not valid YAML: {err}") from err
+    if not isinstance(loaded, Mapping):
+        raise ConfigError(f"{str(path)!r} holds a {type(loaded).__name__}; expected a mapping of settings")
+    return convert(loaded, str(path))
+
+
+def convert(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Values of known settings in their types; raises one ``ConfigError`` for all problems."""
+    kinds = typing.get_type_hints(TrainConfig)
+    out, problems = {}, []
+    for key, raw in values.items():
+        if key not in kinds:
+            near = difflib.get_close_matches(str(key), kinds, n=1)
+            problems.append(
+                f"{key} is not a training setting" + (f"; did you mean {near[0]}?" if near else "")
+            )
+            continue
+        try:
+            out[key] = _value(key, raw, kinds[key])
+        except ValueError as err:
+            problems.append(str(err))
+    if problems:
+        raise ConfigError("; ".join(f"{p} ({source})" for p in problems))
+    return out
+
+
+def _value(name: str, raw: Any, kind: Any) -> Any:
+    if isinstance(kind, types.UnionType):
+        if raw is None or (isinstance(raw, str) and raw.lower() in ("none", "null", "auto")):
+            return None
+        kind = next(a for a in typing.get_args(kind) if a is not type(None))
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if raw not in choices:
+            raise ValueError(f"{name} is {raw!r}; expected one of {', '.join(map(repr, choices))}")
+        return raw
+    if kind is bool:
+        text = str(raw).lower()
+        if text not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
+            raise ValueError(f"{name} is {raw!r}; expected true or false")
+        return text in ("true", "1", "yes", "on")
+    if kind is Path:
+        return Path(str(raw)).expanduser()
+    if kind is str:
+        return str(raw)
+    try:
+        number = float(raw)
+        if isinstance(raw, bool) or (kind is int and number != int(number)):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        what = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name} is {raw!r}; expected {what}") from None
+    return int(number) if kind is int else number
+
+
+def field_docs() -> dict[str, str]:
+    """Documentation of each setting, read from the docstring under the field."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(TrainConfig))).body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for item, doc in itertools.pairwise(body):
+        if (
+            isinstance(item, ast.AnnAssign)
+            and isinstance(doc, ast.Expr)
+            and isinstance(doc.value, ast.Constant)
+        ):
+            docs[item.target.id] = " ".join(str(doc.value.value).split())  # type: ignore[union-attr]
+    return docs

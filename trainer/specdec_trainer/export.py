@@ -1,0 +1,414 @@
+"""A trained drafter as a folder that an engine loads; checked after writing, renamed into place last.
+
+Formats differ in tensor names, in where facts are kept, and in what a layer id means (id i = residual
+stream entering layer i in the vLLM family, output of layer i in the SGLang family).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specdec_tap.errors import ConfigError, InputError
+from specdec_tap.target import Target
+
+from .model import DraftConfig, Eagle3Drafter
+from .rope import rope_parameters
+
+FORMATS = ("vllm", "sglang", "trtllm", "speculators")
+WEIGHTS = "model.safetensors"
+
+
+def export_drafter(
+    model: Eagle3Drafter,
+    out_dir: Path,
+    *,
+    target: Target | None = None,
+    target_name: str | None = None,
+    format: str = "vllm",
+    card: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    draft_tokens: int = 3,
+) -> None:
+    """Write a drafter folder.
+
+    Args:
+        model: Its weights are read, not changed.
+        out_dir: Replaced if it holds a drafter, refused if it holds anything else.
+        target: For its end-of-sequence ids; facts only.
+        target_name: Hub id or folder of the target, for the speculators format and the card.
+        format: One of ``FORMATS``.
+        card: Text of README.md.
+        dtype: Of the stored weights.
+        draft_tokens: Proposal length noted in the speculators format.
+
+    Raises:
+        ConfigError: The format cannot express this drafter.
+        InputError: The folder cannot be written or would overwrite something else.
+    """
+    if format not in FORMATS:
+        raise ConfigError(f"format is {format!r}; expected one of {', '.join(FORMATS)}")
+    config = engine_config(model.config, format, target=target, target_name=target_name, dtype=dtype,
+                           draft_tokens=draft_tokens)  # fmt: skip
+    tensors = engine_tensors(model, format, dtype)
+    if out_dir.exists() and not (out_dir / WEIGHTS).is_file() and any(out_dir.iterdir()):
+        raise InputError(f"{str(out_dir)!r} exists and holds no drafter; choose another folder")
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    part = out_dir.parent / f".{out_dir.name}.{uuid.uuid4().hex}.tmp"
+    try:
+        part.mkdir(mode=0o700)
+        save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
+        (part / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if card is not None:
+            (part / "README.md").write_text(card)
+        for file in part.iterdir():
+            file.chmod(0o600)
+        if problems := check_drafter(part, target=target):
+            raise InputError("the exported drafter is wrong: " + "; ".join(problems))
+        if out_dir.exists():
+            old = out_dir.parent / f".{out_dir.name}.{uuid.uuid4().hex}.old"
+            out_dir.rename(old)
+            part.rename(out_dir)
+            shutil.rmtree(old)
+        else:
+            part.rename(out_dir)
+    except OSError as err:
+        raise InputError(f"cannot write the drafter to {str(out_dir)!r}: {err}") from err
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def engine_config(
+    draft: DraftConfig,
+    format: str,
+    *,
+    target: Target | None,
+    target_name: str | None,
+    dtype: torch.dtype,
+    draft_tokens: int,
+) -> dict[str, Any]:
+    """``config.json`` of one format."""
+    model_type = "qwen3" if draft.qk_norm else "llama"
+    flat: dict[str, Any] = {
+        "model_type": model_type,
+        "hidden_size": draft.hidden_size,
+        "num_hidden_layers": draft.num_layers,
+        "intermediate_size": draft.intermediate_size,
+        "num_attention_heads": draft.num_heads,
+        "num_key_value_heads": draft.num_kv_heads,
+        "head_dim": draft.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": draft.rms_norm_eps,
+        "max_position_embeddings": draft.max_position_embeddings,
+        "vocab_size": draft.vocab_size,
+        "attention_bias": draft.attention_bias,
+        "attention_dropout": 0.0,
+        "mlp_bias": draft.mlp_bias,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "initializer_range": 0.02,
+        **_rope_keys(draft.rope),
+    }
+    dtype_name = str(dtype).removeprefix("torch.")
+    if target is not None:
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = target.text_config.get(key, target.config.get(key))
+            value = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, int) and not isinstance(value, bool):
+                flat[key] = value
+    if format == "speculators":
+        return _speculators_config(draft, flat, dtype_name, target, target_name, draft_tokens)
+    ids = [i if format == "vllm" else i - 1 for i in draft.aux_layer_ids]
+    if min(ids) < 0:
+        raise ConfigError(
+            f"aux layer 0 (the embeddings) cannot be expressed in the {format} format, whose ids mean "
+            "outputs of "
+            "layers; export for vllm"
+        )
+    # V1 reads the nested list, V2 the top-level one, and the width of fc comes from num_aux_hidden_states.
+    flat |= {
+        "architectures": ["Eagle3Qwen3ForCausalLM" if draft.qk_norm else "LlamaForCausalLMEagle3"],
+        "draft_vocab_size": draft.draft_vocab_size,
+        "target_hidden_size": draft.hidden_size,
+        "num_aux_hidden_states": len(ids),
+        "norm_before_residual": draft.norm_before_residual,
+        "norm_before_fc": draft.norm_before_fc,
+        "fc_norm": draft.fc_norm,
+        "norm_output": draft.norm_output,
+        "eagle_aux_hidden_state_layer_ids": ids,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": ids,
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "norm_before_fc": draft.norm_before_fc,
+        },
+        "torch_dtype": dtype_name,
+        "dtype": dtype_name,
+    }
+    if format != "vllm":
+        unsupported = [
+            name
+            for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
+            if getattr(draft, name)
+        ]
+        if draft.num_layers > 1:
+            unsupported.append(f"num_layers {draft.num_layers}")
+        if unsupported and format == "trtllm":
+            raise ConfigError(
+                f"TensorRT-LLM's EAGLE-3 drafter has no {', '.join(unsupported)}; train with these "
+                "off to export "
+                "for it"
+            )
+    return flat
+
+
+def _rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rope settings in both spellings (transformers 4 and 5)."""
+    out: dict[str, Any] = {"rope_theta": rope["rope_theta"], "rope_parameters": dict(rope)}
+    if rope["rope_type"] != "default":
+        scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        out["rope_scaling"] = scaling
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        out["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    return out
+
+
+def _speculators_config(
+    draft: DraftConfig,
+    flat: dict[str, Any],
+    dtype: str,
+    target: Target | None,
+    target_name: str | None,
+    tokens: int,
+) -> dict[str, Any]:
+    if target_name is None:
+        raise ConfigError(
+            "the speculators format names its target; pass --target-name (a hub id or a folder)"
+        )
+    architectures = [] if target is None else list(target.config.get("architectures") or [])
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": draft.draft_vocab_size,
+        "norm_before_residual": draft.norm_before_residual,
+        "norm_before_fc": draft.norm_before_fc,
+        "fc_norm": draft.fc_norm,
+        "norm_output": draft.norm_output,
+        "target_hidden_size": draft.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(draft.aux_layer_ids),
+        "tie_word_embeddings": False,
+        "has_no_defaults_at_init": False,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "transformer_layer_config": flat,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": tokens,
+                    "accept_tolerance": 0.0,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {"name_or_path": target_name, "architectures": architectures},
+        },
+    }
+
+
+def engine_tensors(model: Eagle3Drafter, format: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors of one format; never ``embed_tokens``, which engines share from the target."""
+    out: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if name == "d2t":
+            continue
+        if format in ("sglang", "trtllm") and model.config.num_layers == 1:
+            name = name.replace("layers.0.", "midlayer.")
+        out[name] = value.detach().to("cpu", dtype).contiguous().clone()
+    if model.reduced_vocab or format in ("sglang", "speculators"):
+        d2t = model.d2t.cpu()
+        t2d = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+        t2d[torch.arange(len(d2t)) + d2t] = True
+        out["d2t"], out["t2d"] = d2t.clone(), t2d
+    return out
+
+
+def expected_tensors(draft: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the drafter's own tensors (vLLM names)."""
+    model = Eagle3Drafter.__new__(Eagle3Drafter)
+    with torch.device("meta"):
+        model.__init__(draft)
+    return {n: tuple(t.shape) for n, t in model.state_dict().items() if n != "d2t"}
+
+
+def check_drafter(path: Path, *, target: Target | None = None) -> list[str]:
+    """What is wrong with a drafter folder; an empty list means an engine will load what was trained.
+
+    Args:
+        path: The folder.
+        target: When given, vocabulary, hidden size and a stored embedding are compared with it.
+    """
+    try:
+        config, tensors = read_folder(path)
+        draft, _ = parse_config(config)
+    except (InputError, ConfigError) as err:
+        return [str(err)]
+    problems = []
+    tensors = {canonical_name(n): t for n, t in tensors.items()}
+    expected = expected_tensors(draft)
+    for name, shape in expected.items():
+        if name not in tensors:
+            problems.append(f"tensor {name} is missing")
+        elif tuple(tensors[name].shape) != shape:
+            problems.append(f"tensor {name} has shape {list(tensors[name].shape)}; expected {list(shape)}")
+    extra = sorted(set(tensors) - set(expected) - {"d2t", "t2d", "embed_tokens.weight"})
+    if extra:
+        problems.append(f"unexpected tensors: {', '.join(extra)}")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+            problems.append(f"tensor {name} holds values that are not finite")
+    problems += _mapping_problems(draft, tensors.get("d2t"), tensors.get("t2d"))
+    if target is not None:
+        if target.vocab_size != draft.vocab_size:
+            problems.append(f"vocab_size is {draft.vocab_size:,}, the target's is {target.vocab_size:,}")
+        embed = tensors.get("embed_tokens.weight")
+        if embed is not None:
+            theirs = target.embed.torch()[: target.vocab_size]
+            if embed.shape != theirs.shape or not torch.equal(embed.to(theirs.dtype), theirs):
+                problems.append(
+                    "embed_tokens.weight differs from the target's: the engine would keep this copy; "
+                    "remove it"
+                )
+    return problems
+
+
+def _mapping_problems(draft: DraftConfig, d2t: Tensor | None, t2d: Tensor | None) -> list[str]:
+    reduced = draft.draft_vocab_size != draft.vocab_size
+    if d2t is None:
+        if reduced:
+            return [
+                f"d2t is missing though draft_vocab_size {draft.draft_vocab_size:,} differs from vocab_size "
+                f"{draft.vocab_size:,}: an engine would take draft ids for target ids"
+            ]
+        return []
+    problems = []
+    if d2t.dtype != torch.int64 or tuple(d2t.shape) != (draft.draft_vocab_size,):
+        return [f"d2t is {d2t.dtype} {list(d2t.shape)}; expected int64 [{draft.draft_vocab_size}]"]
+    ids = torch.arange(len(d2t)) + d2t
+    if len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
+        problems.append("d2t is not ascending: it must hold offsets (target id minus draft id), not ids")
+    if int(ids.min()) < 0 or int(ids.max()) >= draft.vocab_size:
+        problems.append(f"d2t points outside the target vocabulary of {draft.vocab_size:,}")
+    elif t2d is not None:
+        want = torch.zeros(draft.vocab_size, dtype=torch.bool)
+        want[ids] = True
+        if t2d.dtype != torch.bool or not torch.equal(t2d, want):
+            problems.append("t2d does not name exactly the tokens that d2t maps to")
+    return problems
+
+
+def canonical_name(name: str) -> str:
+    """vLLM's name of a tensor in any of the layouts."""
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.")
+
+
+def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``config.json`` and all tensors of a drafter folder."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as err:
+        raise InputError(f"{str(path)!r} is not a drafter folder: {err}") from err
+    files = sorted(path.glob("*.safetensors"))
+    if not isinstance(config, dict) or not files:
+        raise InputError(f"{str(path)!r} is not a drafter folder: config.json or *.safetensors is missing")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (OSError, SafetensorError) as err:
+            raise InputError(f"cannot read {str(file)!r}: {err}") from err
+    return config, tensors
+
+
+def parse_config(config: dict[str, Any]) -> tuple[DraftConfig, str]:
+    """Drafter settings from ``config.json`` of any format.
+
+    Returns:
+        ``(settings, "vllm" | "speculators")``; ids of SGLang folders look like vLLM's and are taken as such
+        unless the caller knows better.
+
+    Raises:
+        InputError: A field is missing.
+    """
+    speculators = "speculators_model_type" in config
+    inner = config.get("transformer_layer_config", {}) if speculators else config
+    facts = config
+    nested = config.get("eagle_config") or {}
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+    width = facts.get("num_aux_hidden_states") or (len(ids) if ids else 3)
+    if not ids:
+        layers = int(config.get("target_num_hidden_layers", 0))
+        ids = sorted({2, layers // 2, layers - 3}) if layers >= 6 else list(range(1, width + 1))
+    try:
+        draft = DraftConfig(
+            hidden_size=int(inner["hidden_size"]),
+            num_layers=int(inner.get("num_hidden_layers", 1)),
+            intermediate_size=int(inner["intermediate_size"]),
+            num_heads=int(inner["num_attention_heads"]),
+            num_kv_heads=int(inner.get("num_key_value_heads") or inner["num_attention_heads"]),
+            head_dim=int(inner.get("head_dim") or inner["hidden_size"] // inner["num_attention_heads"]),
+            rms_norm_eps=float(inner["rms_norm_eps"]),
+            rope=rope_parameters(inner),
+            max_position_embeddings=int(inner.get("max_position_embeddings", 32768)),
+            vocab_size=int(inner["vocab_size"]),
+            draft_vocab_size=int(config.get("draft_vocab_size") or inner["vocab_size"]),
+            aux_layer_ids=tuple(int(i) for i in ids),
+            norm_before_residual=bool(facts.get("norm_before_residual", speculators)),
+            norm_before_fc=bool(nested.get("norm_before_fc", facts.get("norm_before_fc", False))),
+            fc_norm=bool(facts.get("fc_norm", False)),
+            norm_output=bool(facts.get("norm_output", False)),
+            qk_norm=inner.get("model_type") == "qwen3",
+            attention_bias=bool(inner.get("attention_bias", False)),
+            mlp_bias=bool(inner.get("mlp_bias", False)),
+        )
+    except (KeyError, TypeError, ValueError) as err:
+        raise InputError(f"config.json of the drafter is incomplete or wrong: {err!r}") from err
+    return draft, "speculators" if speculators else "vllm"
+
+
+def load_drafter(path: Path, *, compute_dtype: torch.dtype = torch.bfloat16) -> Eagle3Drafter:
+    """A drafter folder as a model (its embedding must be set from the target before use).
+
+    Raises:
+        InputError: The folder is not a whole drafter.
+    """
+    if problems := check_drafter(path):
+        raise InputError(f"{str(path)!r} cannot be loaded: " + "; ".join(problems))
+    config, tensors = read_folder(path)
+    draft, _ = parse_config(config)
+    model = Eagle3Drafter(draft, compute_dtype=compute_dtype)
+    weights = {canonical_name(n): t for n, t in tensors.items()}
+    own = {n: weights[n].float() for n in expected_tensors(draft)}
+    own["d2t"] = weights.get("d2t", torch.zeros(draft.draft_vocab_size, dtype=torch.int64))
+    model.load_state_dict(own)
+    return model
+
+
+def target_ids_of(model: Eagle3Drafter) -> np.ndarray | None:
+    """Ascending target ids of the draft vocabulary; None when it is the whole one."""
+    if not model.reduced_vocab:
+        return None
+    return (torch.arange(len(model.d2t)) + model.d2t.cpu()).numpy()

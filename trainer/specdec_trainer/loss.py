@@ -1,0 +1,218 @@
+"""The loss over a large vocabulary without ever holding tokens x vocabulary.
+
+Soft cross-entropy of a draft distribution p against the target's distribution q over the draft vocabulary is
+
+    -sum_v q_v log p_v  =  logsumexp(W h)  -  h . (q W)
+
+so all that the loss needs of q is one vector per token, the centroid ``q W`` of the head's rows under q. It
+is computed once per token and serves every TTT step; each step then costs two matrix products over chunks
+of rows (``W h`` and, for the gradient, ``p W``) and one softmax. Nothing of size [tokens, vocabulary]
+outlives a chunk.
+
+Shapes: n rows, H hidden size, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dtypes import wide
+
+_CHUNK_ELEMENTS = 1 << 21
+"""Logits held at once: 4 MB in bfloat16, which stays in a CPU's cache."""
+
+
+def chunk_rows(vocab: int) -> int:
+    """Rows whose logits are held at once."""
+    return max(16, _CHUNK_ELEMENTS // vocab)
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """What the target says about each supervised row."""
+
+    centroid: Tensor
+    """``q W`` ``[n, H]``; q is the target's distribution renormalised over the draft vocabulary."""
+    best: Tensor
+    """Draft id of the target's most likely token ``[n]`` int64; -1 where the draft vocabulary lacks it."""
+
+
+class TeacherHead:
+    """Turns final states of the target into ``Teacher`` values."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        draft_ids: Tensor | None,
+        *,
+        bias: Tensor | None = None,
+        logit_scale: float = 1.0,
+        logit_softcap: float | None = None,
+        temperature: float = 1.0,
+        hard_weight: float = 0.0,
+    ) -> None:
+        """Keep the head's rows.
+
+        Args:
+            weight: Output head of the target ``[target vocab, H]`` in the dtype of the matrix products.
+            draft_ids: Target ids of the draft vocabulary, ascending ``[V]``; None for all.
+            bias: Of the head, or None.
+            logit_scale: Factor that the target applies to its logits.
+            logit_softcap: Cap that the target applies to its logits, or None.
+            temperature: Of q; below 1 moves it towards the target's greedy choice.
+            hard_weight: Share of q replaced by the target's greedy choice, 0 to 1.
+        """
+        self.weight, self.bias = weight, bias
+        self.draft_ids = draft_ids
+        self.rows = weight if draft_ids is None else weight[draft_ids].contiguous()
+        self.row_bias = bias if bias is None or draft_ids is None else bias[draft_ids]
+        self.to_draft = torch.full((weight.shape[0],), -1, dtype=torch.int64, device=weight.device)
+        ids = torch.arange(weight.shape[0], device=weight.device) if draft_ids is None else draft_ids
+        self.to_draft[ids] = torch.arange(len(ids), device=weight.device)
+        self.logit_scale, self.logit_softcap = logit_scale, logit_softcap
+        self.temperature, self.hard_weight = temperature, hard_weight
+
+    def greedy(self, final: Tensor) -> Tensor:
+        """The target's most likely token over its whole vocabulary ``[n]`` int64, from final states ``[n,
+        H]``."""
+        out = []
+        for part in final.split(chunk_rows(self.weight.shape[0])):
+            # Scale and cap are monotone: they do not move the maximum.
+            out.append(F.linear(part, self.weight, self.bias).argmax(-1))
+        return torch.cat(out) if out else torch.zeros(0, dtype=torch.int64, device=final.device)
+
+    def __call__(self, final: Tensor, greedy: Tensor, head: Tensor) -> Teacher:
+        """Teacher values of some rows.
+
+        Args:
+            final: Post-norm final states ``[n, H]`` in the dtype of the matrix products.
+            greedy: What ``greedy(final)`` returned.
+            head: Rows of the draft head ``[V, H]`` that the centroid is taken over; differentiable.
+        """
+        best = self.to_draft[greedy]
+        centroid = _Centroid.apply(final, head, self)
+        if self.hard_weight:
+            known = best >= 0
+            hard = head[best.clamp(min=0)].to(centroid.dtype)
+            mixed = torch.lerp(centroid, hard, self.hard_weight)
+            centroid = torch.where(known[:, None], mixed, centroid)
+        return Teacher(centroid, best)
+
+    def distribution(self, final: Tensor) -> Tensor:
+        """q of a few rows ``[n, V]`` in the dtype of ``final``."""
+        logits = F.linear(final, self.rows, self.row_bias)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_softcap is not None:
+            logits = self.logit_softcap * torch.tanh(logits / self.logit_softcap)
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        return torch.softmax(logits, -1)
+
+
+class _Centroid(torch.autograd.Function):
+    """``softmax(teacher logits) @ head`` and its gradient for ``head``, in chunks of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, final: Tensor, head: Tensor, teacher: TeacherHead) -> Tensor:
+        ctx.save_for_backward(final)
+        ctx.teacher, ctx.head_shape, ctx.head_dtype = teacher, head.shape, head.dtype
+        rows = head.to(final.dtype)
+        centroid = torch.empty(len(final), head.shape[1], dtype=final.dtype, device=final.device)
+        at = 0
+        for part in final.split(chunk_rows(head.shape[0])):
+            q = teacher.distribution(part)
+            stop = at + len(part)
+            torch.mm(q, rows, out=centroid[at:stop])
+            at = stop
+        return centroid
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        if not ctx.needs_input_grad[1]:
+            return None, None, None
+        (final,) = ctx.saved_tensors
+        out = torch.zeros(ctx.head_shape, dtype=wide(final.dtype), device=final.device)
+        size = chunk_rows(ctx.head_shape[0])
+        for part, g in zip(final.split(size), grad.split(size), strict=True):
+            out += ctx.teacher.distribution(part).T @ g.to(part.dtype)
+        return None, out.to(ctx.head_dtype), None
+
+
+def soft_cross_entropy(
+    hidden: Tensor, head: Tensor, centroid: Tensor, best: Tensor, weight: Tensor, logit_scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted sum of the cross-entropy of each row against its teacher.
+
+    Args:
+        hidden: Draft states before the head ``[n, H]``.
+        head: Draft head ``[V, H]``.
+        centroid: Of the teacher ``[n, H]``.
+        best: Draft id of the target's greedy token ``[n]``, -1 for none.
+        weight: Of each row ``[n]`` float32; rows of weight 0 add nothing.
+        logit_scale: Factor on the draft logits.
+
+    Returns:
+        ``(sum of weight * loss, loss of each row [n] detached, whether the draft's greedy token is the
+        target's [n] bool)``.
+    """
+    total, correct, log_z = _WeightedLogSumExp.apply(hidden, head, weight, best, logit_scale)
+    dtype = wide(hidden.dtype)
+    overlap = (hidden.to(dtype) * centroid.to(dtype)).sum(-1) * logit_scale
+    return total - (weight * overlap).sum(), log_z - overlap.detach(), correct
+
+
+class _WeightedLogSumExp(torch.autograd.Function):
+    """``sum_i weight_i * logsumexp(scale * head @ hidden_i)``; the gradient is made on the way forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, weight: Tensor, best: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = head.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_head = torch.zeros_like(head, dtype=wide(head.dtype)) if ctx.needs_input_grad[1] else None
+        log_z = torch.empty(len(hidden), dtype=wide(hidden.dtype), device=hidden.device)
+        correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+        step = chunk_rows(head.shape[0])
+        for at in range(0, len(hidden), step):
+            stop = min(len(hidden), at + step)
+            part = hidden[at:stop]
+            logits = part @ rows.T
+            if scale != 1.0:
+                logits = logits * scale
+            top = logits.amax(-1)
+            target = best[at:stop]
+            reached = logits.gather(1, target.clamp(min=0)[:, None])[:, 0] >= top
+            correct[at:stop] = reached & (target >= 0)
+            if grad_hidden is None and grad_head is None:
+                log_z[at:stop] = torch.logsumexp(logits, -1)
+                continue
+            p = torch.softmax(logits, -1)
+            # The largest probability gives the normaliser without a second pass over the logits.
+            log_z[at:stop] = top.to(log_z.dtype) - p.amax(-1).to(log_z.dtype).log()
+            if grad_hidden is not None:
+                torch.mm(p, rows, out=grad_hidden[at:stop])
+            if grad_head is not None:
+                scaled = part * (weight[at:stop, None] * scale).to(part.dtype)
+                grad_head += p.T @ scaled
+        if grad_hidden is not None:
+            grad_hidden.mul_((weight[:, None] * scale).to(hidden.dtype))
+        ctx.save_for_backward(grad_hidden, grad_head)
+        ctx.head_dtype = head.dtype
+        ctx.mark_non_differentiable(correct, log_z)
+        return (weight * log_z).sum(), correct, log_z
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+        if grad_head is not None:
+            grad_head = (grad_head * grad).to(ctx.head_dtype)
+        return grad_hidden, grad_head, None, None, None

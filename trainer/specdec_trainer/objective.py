@@ -1,0 +1,145 @@
+"""What one batch costs: the TTT unroll against the teacher, as sums and counts.
+
+An algorithm is an object with ``model``, ``loss(batch, generator) -> Sums`` and ``matches(batch)``; the
+loop, the checkpoints and the evaluation know nothing else. EAGLE-3 is the one here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .batch import Batch
+from .dtypes import wide
+from .loss import TeacherHead, soft_cross_entropy
+from .model import Eagle3Drafter
+from .ttt import unroll
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums over supervised rows; divide by ``count`` once, at the edge. All ``[steps]`` but ``total``."""
+
+    total: Tensor
+    """Scalar with a gradient: the weighted loss summed over rows and steps."""
+    loss: Tensor
+    """Unweighted loss of each step, detached."""
+    correct: Tensor
+    """Rows whose greedy draft token is the target's."""
+    count: Tensor
+    """Rows compared at each step."""
+    lost: Tensor
+    """Rows without loss because the draft vocabulary lacks the target's token."""
+
+
+class Objective(Protocol):
+    """A training algorithm, as the loop sees it."""
+
+    model: nn.Module
+    steps: int
+
+    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Sums: ...
+    def matches(self, batch: Batch, steps: int) -> tuple[Tensor, Sums]: ...
+
+
+class Eagle3Objective:
+    """EAGLE-3: soft cross-entropy at every TTT step, teacher-forced tokens."""
+
+    def __init__(
+        self,
+        model: Eagle3Drafter,
+        teacher: TeacherHead,
+        *,
+        steps: int,
+        decay: float = 0.8,
+        broken_keep: float = 1.0,
+        noise: float = 0.0,
+    ) -> None:
+        """Bind model and teacher.
+
+        Args:
+            model: The drafter.
+            teacher: Head of the target.
+            steps: TTT steps, at least 1.
+            decay: Weight of step k is ``decay ** k``.
+            broken_keep: Share of chains continued after the drafter's token was wrong, 0 to 1. A server never
+                continues them; 1 is plain TTT.
+            noise: Uniform noise on the aux states, as a share of their standard deviation.
+        """
+        self.model, self.teacher = model, teacher
+        self.steps, self.decay = steps, decay
+        self.broken_keep, self.noise = broken_keep, noise
+
+    def teach(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Teacher of every supervised row: ``(centroid [N, H], best draft id [N], greedy target id [M])``."""
+        head = self.model.lm_head.weight
+        final = batch.final.to(self.model.compute_dtype)
+        with torch.no_grad():
+            greedy = self.teacher.greedy(final) if batch.greedy is None else batch.greedy
+        teacher = self.teacher(final, greedy, head)
+        if len(batch.taught) == batch.num_supervised:
+            return teacher.centroid, teacher.best, greedy
+        # Rows without a teacher learn their token itself.
+        best = self.teacher.to_draft[batch.labels]
+        best[batch.taught] = teacher.best
+        centroid = head[best.clamp(min=0)].to(teacher.centroid.dtype)
+        return centroid.index_copy(0, batch.taught, teacher.centroid), best, greedy
+
+    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Sums:
+        """Loss of one batch with its gradient graph."""
+        return self._run(batch, self.steps, generator, None)
+
+    @torch.no_grad()
+    def matches(self, batch: Batch, steps: int) -> tuple[Tensor, Sums]:
+        """Where the greedy draft token of each step is the target's, bool ``[N, steps]``, and the sums."""
+        table = torch.zeros(batch.num_supervised, steps, dtype=torch.bool, device=batch.rows.device)
+        return table, self._run(batch, steps, None, table)
+
+    def _run(self, batch: Batch, steps: int, generator: torch.Generator | None, table: Tensor | None) -> Sums:
+        device = batch.rows.device
+        model = self.model
+        if self.noise and model.training:
+            batch = _with_noise(batch, self.noise, generator)
+        centroid, best, self.last_greedy = self.teach(batch)
+        head = model.lm_head.weight
+        dtype = wide(model.compute_dtype)
+        total = torch.zeros((), device=device, dtype=dtype)
+        sums = [torch.zeros(steps, device=device, dtype=dtype) for _ in range(4)]
+        chains = unroll(model, batch, steps)
+        keep: Tensor | None = None
+        while True:
+            try:
+                step = chains.send(keep)
+            except StopIteration:
+                break
+            k, source = step.index, step.teacher_rows
+            target = best[source]
+            known = target >= 0
+            weight = batch.weight[source] * known * self.decay**k
+            part, rows_loss, correct = soft_cross_entropy(step.hidden, head, centroid[source], target, weight)
+            total = total + part
+            for s, value in zip(
+                sums, (rows_loss * known, correct, torch.ones_like(known), ~known), strict=True
+            ):
+                s[k] = value.sum()
+            if table is not None:
+                table[step.rows, k] = correct
+            keep = None
+            if model.training and self.broken_keep < 1.0:
+                lucky = torch.rand(len(correct), generator=generator).to(device) < self.broken_keep
+                keep = correct | lucky
+        loss, correct_sum, count, lost = sums
+        return Sums(total, loss, correct_sum, count, lost)
+
+
+def _with_noise(batch: Batch, share: float, generator: torch.Generator | None) -> Batch:
+    """The batch with uniform noise on its aux states; the captured tensors themselves are left alone."""
+    from dataclasses import replace
+
+    aux = batch.aux.float()
+    scale = aux.std(dim=(0, 2), keepdim=True) * (share * 12**0.5)
+    noise = torch.rand(aux.shape, generator=generator).to(aux.device) - 0.5
+    return replace(batch, aux=(aux + noise * scale).to(batch.aux.dtype))

@@ -1,0 +1,136 @@
+"""What a run leaves behind: ``log.jsonl`` (one object a line), TensorBoard events, pictures, provenance.
+
+Kinds of line: ``start`` (settings and data), ``train`` (every few steps), ``eval``, ``note``, ``end``.
+Units are in the names. The dashboard reads the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec_tap._version import __version__
+
+LOG_FILE = "log.jsonl"
+
+
+class RunLog:
+    """Appends lines and events; every line reaches the file at once, so a killed run keeps them."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool = True) -> None:
+        self.folder = folder
+        fd = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.fdopen(fd, "a", buffering=1, encoding="ascii")
+        self._events = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._events = SummaryWriter(str(folder / "tensorboard"))
+            except ImportError:
+                self.write("note", text="tensorboard is not installed; only log.jsonl is written")
+
+    def write(self, kind: str, **values: Any) -> None:
+        """One line."""
+        self._file.write(json.dumps({"kind": kind, "time_unix_s": time.time(), **values}) + "\n")
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """TensorBoard scalars of one step."""
+        if self._events is not None:
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """Lines of a run's log; a torn last line is left out."""
+    out = []
+    for line in (folder / LOG_FILE).read_text().splitlines():
+        try:
+            out.append(json.loads(line))
+        except ValueError:
+            continue
+    return out
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, arguments and machine of this process."""
+    try:
+        commit = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+            capture_output=True, text=True, timeout=5, check=True,
+        ).stdout.strip()  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        commit = None
+    return {
+        "specdec_tap": __version__,
+        "commit": commit,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "arguments": sys.argv[1:],
+        "cpu": platform.processor() or platform.machine(),
+        "cpu_threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def plot(folder: Path) -> list[Path]:
+    """Draw ``loss.png`` and ``accuracy.png`` from the log; returns what was drawn."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = read_log(folder)
+    train = [x for x in lines if x["kind"] == "train"]
+    evals = [x for x in lines if x["kind"] == "eval"]
+    drawn = []
+    for name, key, label in (
+        ("loss.png", "loss", "soft cross-entropy (nats)"),
+        ("accuracy.png", "accuracy", "greedy token right"),
+    ):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        steps = max((len(x[key]) for x in train + evals), default=0)
+        for k in range(steps):
+            color = f"C{k}"
+            points = [(x["step"], x[key][k]) for x in train if len(x[key]) > k and x[key][k] is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), color=color, alpha=0.35, linewidth=1)
+            points = [(x["step"], x[key][k]) for x in evals if len(x[key]) > k]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    color=color,
+                    marker="o",
+                    markersize=3,
+                    label=f"draft token {k + 1}",
+                )
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel(label)
+        axes.set_title("thin: training, dots: held-out")
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+        path = folder / name
+        figure.savefig(path, dpi=110)
+        drawn.append(path)
+    return drawn

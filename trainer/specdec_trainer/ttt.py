@@ -1,0 +1,108 @@
+"""Training-time test: the drafter is unrolled as it will be when serving, all positions at once.
+
+Row ``t`` of a document holds the aux states of position t and token x[t+1]. Index table, for a row that
+starts a chain:
+
+    step            0              1                    k
+    state in        aux[t]         own state (t, 0)     own state (t, k-1)
+    token in        x[t+1]         x[t+2]               x[t+k+1]        (true tokens, never the drafter's own)
+    rotary          t              t+1                  t+k
+    sees            rows 0..t      rows 0..t + own 1    rows 0..t + own 1..k
+    predicts        x[t+2]         x[t+3]               x[t+k+2]
+    teacher         final[t+1]     final[t+2]           final[t+k+1]
+
+Only supervised rows start chains. The other rows (the prompt) are seen through their keys and values alone,
+so the last layer computes nothing else for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .attention import Layout, attend
+from .batch import Batch
+from .model import Eagle3Drafter
+
+
+@dataclass(slots=True)
+class Step:
+    """One TTT step of the supervised rows that still have a token to predict."""
+
+    index: int
+    """0 for the first drafted token."""
+    rows: Tensor
+    """Index of each chain into the batch's supervised rows, ascending int64 ``[n]``."""
+    hidden: Tensor
+    """States before the draft head ``[n, H]``."""
+
+    @property
+    def teacher_rows(self) -> Tensor:
+        """Supervised row whose teacher this step is compared with ``[n]``."""
+        return self.rows + self.index
+
+
+def unroll(model: Eagle3Drafter, batch: Batch, steps: int) -> Iterator[Step]:
+    """Run the drafter ``steps`` times, feeding its own state back.
+
+    Send a bool mask ``[n]`` into the generator to drop chains before the next step.
+    """
+    heads = model.config.num_heads
+    rows = torch.arange(batch.num_supervised, device=batch.rows.device)
+    last = len(model.layers) - 1
+    everyone = Layout(torch.arange(batch.num_rows), batch.starts, heads=heads) if last else None
+    layout = Layout(batch.rows, batch.starts, heads=heads)
+
+    # Step 0: every row gives keys and values; the last layer answers only for supervised rows.
+    hidden = model.combine(batch.aux)
+    embeds = model.embed(batch.tokens)
+    residual = None
+    keys, values = [], []
+    for i, layer in enumerate(model.layers):
+        x, residual = layer.enter(embeds, hidden, residual)
+        k, v = layer.key_value(x, batch.positions)
+        keys.append(k)
+        values.append(v)
+        if i == last:
+            q = layer.query(x[batch.rows], batch.positions[batch.rows])
+            residual = residual[batch.rows]
+            attended = attend(q, k, v, None, None, layout, layer.scale)
+        else:
+            attended = attend(layer.query(x, batch.positions), k, v, None, None, everyone, layer.scale)
+        hidden, residual = layer.leave(attended, residual)
+    normed, state = model.finish(hidden, residual)
+    keep = yield Step(0, rows, normed)
+
+    own_keys: list[list[Tensor]] = [[] for _ in model.layers]
+    own_values: list[list[Tensor]] = [[] for _ in model.layers]
+    for index in range(1, steps):
+        alive = batch.run_left[rows] >= index
+        if keep is not None:
+            alive &= keep
+        if not bool(alive.all()):
+            kept = alive.nonzero()[:, 0]
+            rows, state = rows[kept], state[kept]
+            own_keys = [[k[kept] for k in layer] for layer in own_keys]
+            own_values = [[v[kept] for v in layer] for layer in own_values]
+            layout = Layout(batch.rows[rows], batch.starts, heads=heads)
+        if not len(rows):
+            return
+        source = batch.rows[rows]
+        positions = batch.positions[source] + index
+        embeds = model.embed(batch.tokens[source + index])
+        hidden, residual = state, None
+        for i, layer in enumerate(model.layers):
+            x, residual = layer.enter(embeds, hidden, residual)
+            k, v = layer.key_value(x, positions)
+            own_keys[i].append(k)
+            own_values[i].append(v)
+            attended = attend(
+                layer.query(x, positions), keys[i], values[i],
+                torch.stack(own_keys[i], 1), torch.stack(own_values[i], 1), layout, layer.scale,
+            )  # fmt: skip
+            hidden, residual = layer.leave(attended, residual)
+        normed, state = model.finish(hidden, residual)
+        keep = yield Step(index, rows, normed)
