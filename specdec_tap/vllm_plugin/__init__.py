@@ -18,11 +18,12 @@ def register() -> None:
     Raises:
         ConfigError: A setting in the environment is wrong.
     """
-    from ..config import ENV_SWITCH, TapConfig
+    from ..config import ADDITIONAL_CONFIG_KEY, ENV_SWITCH, TapConfig
 
     if os.environ.get(ENV_SWITCH, "").strip().lower() in {"off", "0", "false", "no"}:
         return
-    TapConfig.load()
+    # The folder may come from --additional-config, which is read when the engine starts.
+    TapConfig.load(additional_config={ADDITIONAL_CONFIG_KEY: {"dir": "named later"}})
     from .hooks import install
 
     install()
