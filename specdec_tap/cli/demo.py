@@ -328,8 +328,9 @@ class Demo:
         return self.step("verify", {"capture": captured["run_id"]}, self.shards, work=work)
 
     def train(self, captured: dict[str, Any]) -> dict[str, Any]:
-        command = ["train", str(self.shards), "--output", str(self.run_dir)]
-        command += ["--max-minutes", f"{self.size.train_minutes:g}"]
+        numbers = self.folder / "train.json"
+        command = ["train", str(self.shards), "--out", str(self.run_dir), "--json", str(numbers)]
+        command += ["--time-limit", f"{60 * self.size.train_minutes:g}"]
         if self.args.epochs is not None:
             command += ["--epochs", str(self.args.epochs)]
         command += shlex.split(self.args.train_args)
@@ -340,7 +341,7 @@ class Demo:
             if self.run_dir.exists():
                 shutil.rmtree(self.run_dir)
             self.call(command)
-            return {"summary": json.loads((self.run_dir / "summary.json").read_text())}
+            return {"summary": json.loads(numbers.read_text())}
 
         inputs = {"capture": captured["run_id"], "command": command, "specdec_tap": __version__}
         return self.step("train", inputs, drafter, work=work)
