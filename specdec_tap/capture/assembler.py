@@ -7,10 +7,9 @@ A step holds one consecutive run of rows per request. For one request (``K`` = t
     row is        certain   | draft tokens       rows of rejected drafts are never kept
     sampled                 | s tokens           s-1 accepted drafts and one new token
 
-so rows up to position ``K - 1 + (s - 1)`` are kept and the sequence grows by ``s`` tokens. A step that ends
-before ``K - 1`` is a prefill chunk: what it sampled means nothing. Rows that a prefix-cache hit skipped
-were computed for an earlier request with the same leading tokens; a hash chain over the token ids finds
-that request's blocks.
+so rows up to position ``K - 1 + (s - 1)`` are kept and the sequence grows by ``s`` tokens. Rows that a
+prefix-cache hit skipped were computed for an earlier request with the same leading tokens; a hash chain over
+the token ids finds that request's blocks.
 """
 
 from __future__ import annotations
@@ -20,17 +19,21 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
-import xxhash
 
-from ..shards.layout import BlockRef, Piece, RecordMeta, Span
+from ..shards.layout import BlockRef, Piece, RecordMeta, Span, bits_dtype
 
 logger = logging.getLogger("specdec_tap.capture")
 
 GRANULE = 16
-"""Tokens per link of the hash chain; vLLM's cache blocks are multiples of it."""
+"""Tokens per link of the hash chain, unless the engine's cache blocks are not multiples of it."""
+
+MAX_SPARE_BYTES = 256 << 20
+EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
+"""The exponent's bits: all of them set means NaN or infinity."""
 
 
 class Sink(Protocol):
@@ -76,24 +79,35 @@ class NewRequest:
 class _Block:
     """Rows of consecutive positions: open (has a buffer), stored (has a ref), or dead (neither)."""
 
-    __slots__ = ("buffer", "filled", "final_row", "ref", "shared", "start")
+    __slots__ = ("buffer", "filled", "final_row", "pooled", "ref", "start", "wanted")
 
-    def __init__(self, start: int, buffer: np.ndarray, final_row: int) -> None:
+    def __init__(self, start: int, buffer: np.ndarray, final_row: int, pooled: np.ndarray | None) -> None:
         self.start = start
         self.buffer: np.ndarray | None = buffer  # [A + 1, capacity, H]
+        self.pooled = pooled  # the whole buffer, to be used again; None: rows lie in the step itself
         self.filled = 0
         self.final_row = final_row  # first row whose final state is kept; >= filled: none yet
         self.ref: BlockRef | None = None
-        self.shared = False  # another request's record needs it
+        self.wanted = False  # another request's record may need it
 
 
 _Part = tuple[_Block, int, int, int]  # block, position, row_start, row_stop
 
 
+class _Link:
+    """One granule of the prefix index: where its rows are, and how many live requests run through it."""
+
+    __slots__ = ("parts", "users")
+
+    def __init__(self) -> None:
+        self.parts: tuple[_Part, ...] = ()
+        self.users = 0
+
+
 class _Sequence:
     __slots__ = (
-        "chain", "done", "final_start", "hashed", "holes", "length", "new", "next_position", "own",
-        "parts", "row_limit", "started", "tokens",
+        "done", "final_start", "holes", "keys", "length", "new", "next_position", "own", "parts",
+        "row_limit", "started", "tokens",
     )  # fmt: skip
 
     def __init__(self, new: NewRequest, final_start: int, row_limit: int) -> None:
@@ -108,8 +122,7 @@ class _Sequence:
         self.own: list[list[Any]] = []  # [_Block, usable rows]
         self.parts: list[_Part] = []  # rows found in other requests' blocks
         self.holes: list[tuple[int, int]] = []
-        self.hashed = 0
-        self.chain = xxhash.xxh3_128_digest(new.salt)
+        self.keys: list[bytes] = []  # hash chain: one key per granule of the tokens fed so far
         self.final_start, self.row_limit = final_start, row_limit
 
     def append(self, token: int) -> None:
@@ -126,13 +139,17 @@ class Assembler:
         sink: Receives blocks as they fill and one record per finished request.
         num_layers: Aux layers, plus one for the final state.
         hidden_size: Width of one state.
-        dtype: uint16 or uint32: states are kept as raw bits.
+        dtype: Name of the states' dtype; they are kept as raw bits, uint16 or uint32.
+        count: Called with a counter's name and an amount.
         block_tokens: Rows per block; blocks end at multiples of it.
         final_scope: Which positions keep their final state: ``response``, ``all`` or ``none``.
         response_window: Keep response positions ``[a, b)`` only.
         min_tokens, max_tokens: Sequences outside this length are skipped.
-        max_index_tokens: How many tokens' blocks the prefix index remembers; 0 turns it off.
-        count: Called with a counter's name and an amount.
+        max_index_tokens: How many tokens of finished requests the prefix index remembers; 0 turns it off.
+        granule: Tokens per link of the hash chain; the engine's cache blocks must be multiples of it.
+
+    Memory: one open block per live request, about 100 bytes per indexed granule, and
+    ``MAX_SPARE_BYTES`` of buffers for reuse; nothing grows with the length of a request but its token ids.
     """
 
     def __init__(
@@ -141,7 +158,7 @@ class Assembler:
         *,
         num_layers: int,
         hidden_size: int,
-        dtype: np.dtype,
+        dtype: str,
         count: Callable[[str, int], None],
         block_tokens: int = 64,
         final_scope: str = "response",
@@ -149,28 +166,39 @@ class Assembler:
         min_tokens: int = 2,
         max_tokens: int | None = None,
         max_index_tokens: int = 1 << 22,
+        granule: int = GRANULE,
     ) -> None:
         self._sink = sink
-        self._layers, self._hidden, self._dtype = num_layers, hidden_size, np.dtype(dtype)
-        self._exponent = {2: 0x7F80, 4: 0x7F800000}[self._dtype.itemsize]
+        self._layers, self._hidden = num_layers, hidden_size
+        self._dtype, self._exponent = bits_dtype(dtype), EXPONENTS[dtype]
         self._block_tokens = block_tokens
         self._final_scope = final_scope
         self._window = response_window
         self._min_tokens = min_tokens
         self._max_tokens = max_tokens if max_tokens is not None else 1 << 62
-        self._max_granules = max_index_tokens // GRANULE
+        self._granule = granule
+        self._max_granules = max_index_tokens // granule
         self._count = count
         self._live: dict[int, _Sequence] = {}
-        self._index: OrderedDict[bytes, tuple[_Part, ...]] = OrderedDict()
+        self._index: OrderedDict[bytes, _Link] = OrderedDict()
         self._spare: list[np.ndarray] = []
-
-    def use_float16(self) -> None:
-        """States are IEEE half precision: infinities and NaN have another exponent pattern."""
-        self._exponent = 0x7C00
+        block_bytes = num_layers * block_tokens * hidden_size * self._dtype.itemsize
+        self._max_spare = max(1, MAX_SPARE_BYTES // block_bytes)
 
     @property
     def num_live(self) -> int:
+        """Requests that are neither finished nor dropped."""
         return len(self._live)
+
+    @property
+    def num_granules(self) -> int:
+        """Entries of the prefix index."""
+        return len(self._index)
+
+    def set_max_index_tokens(self, tokens: int) -> None:
+        """The engine's cache size became known."""
+        self._max_granules = tokens // self._granule
+        self._shrink_index()
 
     # -- events, in engine order ------------------------------------------------------------------
 
@@ -203,24 +231,26 @@ class Assembler:
             input_ids: int32 ``[rows]``: the tokens that were fed, the engine's own truth.
             states: raw bits ``[A + 1, rows, H]``, aux layers in order, then the final state.
             sampled: int32 ``[R, S]`` sampled token ids.
-            num_sampled: int32 ``[R]``: how many of a row are valid; -1: those that are not negative.
+            num_sampled: int32 ``[R]``: how many of a row are valid, 0 for a prefill chunk that is not the
+                last one; -1: those that are not negative.
         """
         touched = []
         starts = query_start_loc.tolist()
         counts = num_sampled.tolist()
         for i, handle in enumerate(handles.tolist()):
             seq = self._live.get(handle)
-            if seq is None or seq.done is not None:
-                continue
             low, high = starts[i], starts[i + 1]
-            if high <= low:
+            if seq is None or high <= low:
                 continue
+            first = int(positions[low])
+            if seq.done is not None:
+                if first >= seq.length - 1:
+                    continue  # a step that asynchronous scheduling had begun before the request was done
+                seq.done = None  # the engine took the last token back and computes the request again
             row = sampled[i]
             new_tokens = row[row >= 0] if counts[i] < 0 else row[: counts[i]]
             try:
-                self._take(
-                    seq, int(positions[low]), low, high, positions, input_ids, states, new_tokens.tolist()
-                )
+                self._take(seq, first, low, high, positions, input_ids, states, new_tokens.tolist())
             except _Misaligned:
                 self.drop(handle, "dropped_misaligned")
             except _NonFinite:
@@ -233,7 +263,12 @@ class Assembler:
             else:
                 touched.append(seq)
         if self._max_granules:
-            self._link(touched)
+            try:
+                self._link(touched)
+            except Exception:  # a bug costs this step's requests, not the writer process
+                logger.exception("prefixes cannot be linked; the step's requests are dropped")
+                for seq in touched:
+                    self.drop(seq.new.handle, "dropped_internal")
 
     def on_finish(self, handle: int) -> None:
         """The engine is done with a request: write its last block and its record."""
@@ -241,26 +276,29 @@ class Assembler:
         if seq is not None:
             self._finish(handle, seq, seq.done or "abort")
 
+    def forget_shard(self, shard: int) -> None:
+        """A shard was removed: later records must not point into it."""
+        for link in self._index.values():
+            for block, *_ in link.parts:
+                if block.ref is not None and block.ref.shard == shard:
+                    block.ref = None
+        for seq in self._live.values():
+            for block in (*(b for b, _ in seq.own), *(b for b, *_ in seq.parts)):
+                if block.ref is not None and block.ref.shard == shard:
+                    block.ref = None
+
     def drop(self, handle: int, reason: str | None) -> None:
         """Forget a request; blocks that others refer to are still stored. No reason: already counted."""
-        seq = self._live.pop(handle, None)
+        seq = self._live.get(handle)
         if seq is None:
             return
         if reason is not None:
             self._count(reason, 1)
         for block, _ in seq.own:
-            if block.buffer is not None:
-                if block.shared and reason not in (
-                    "dropped_io_error",
-                    "dropped_non_finite",
-                    "dropped_internal",
-                ):
-                    try:
-                        self._store(block)
-                        continue
-                    except (SinkError, _NonFinite):
-                        pass
-                self._recycle(block)
+            if block.wanted:
+                self._store_for_others(block)
+            self._recycle(block)
+        self._retire(handle, seq)
 
     def on_end(self) -> None:
         """No more steps will come (the worker is gone): seal what is held."""
@@ -283,20 +321,16 @@ class Assembler:
         num = high - low
         if first < 0 or int(positions[high - 1]) != first + num - 1 or first >= seq.length:
             raise _Misaligned
-        certain = min(num, seq.length - first)
-        fed = input_ids[low : low + certain]
-        known = seq.tokens[first : first + certain]
-        if not np.array_equal(fed, known):
-            # The engine threw a sampled token away (a forced preemption) and sampled another.
-            at = first + int(np.argmax(fed != known))
-            if at < len(seq.new.prompt_token_ids):
+        if new_tokens and first + num < seq.length:
+            # Sampled before the end of what is known: the engine took tokens back (a forced preemption).
+            if first + num < len(seq.new.prompt_token_ids):
                 raise _Misaligned
-            self._truncate(seq, at)
-            seq.append(int(input_ids[low + at - first]))
-            certain = min(num, seq.length - first)
+            self._truncate(seq, first + num)
+        certain = min(num, seq.length - first)
+        if not np.array_equal(input_ids[low : low + certain], seq.tokens[first : first + certain]):
+            raise _Misaligned
         if first + num >= seq.length:
-            keep = certain + max(len(new_tokens) - 1, 0)
-            if keep > num:
+            if certain + len(new_tokens) - 1 > num:
                 raise _Misaligned
             for token in new_tokens:
                 seq.append(token)
@@ -307,39 +341,47 @@ class Assembler:
                     seq.done = "length"
                 if seq.done:
                     break
+            # Accepted drafts after the token that ended the request are not part of it.
+            keep = max(certain, seq.length - 1 - first)
         else:
             keep = num
         if first > seq.next_position:
             seq.holes.append((seq.next_position, first))
             seq.next_position = first
-        skip = seq.next_position - first  # computed again after a preemption: already held
+        position = seq.next_position  # rows before it were computed again after a preemption
         stop = min(first + keep, seq.row_limit)
-        position, row = first + skip, low + skip
         while position < stop:
-            block = self._open_block(seq, position)
-            assert block.buffer is not None
+            row = low + position - first
+            block = self._open_block(seq, position, states[:, row : row + stop - position])
+            assert block.buffer is not None, "an open block has a buffer"
             at = position - block.start
             n = min(stop - position, block.buffer.shape[1] - at)
-            block.buffer[:, at : at + n] = states[:, row : row + n]
-            block.filled = at + n
+            if block.filled < at + n:
+                block.buffer[:, at : at + n] = states[:, row : row + n]
+                block.filled = at + n
             seq.own[-1][1] = block.filled
             position += n
-            row += n
             if block.filled == block.buffer.shape[1]:
                 self._store(block)
         seq.next_position = max(seq.next_position, first + keep)
 
-    def _open_block(self, seq: _Sequence, position: int) -> _Block:
+    def _open_block(self, seq: _Sequence, position: int, rows: np.ndarray) -> _Block:
+        """Return the block that takes the row at ``position``; ``rows`` are the rows from there on."""
         if seq.own:
             block = seq.own[-1][0]
-            if block.buffer is not None and block.start + block.filled == position:
-                return block
             if block.buffer is not None:
+                if block.start + block.filled == position:
+                    return block
                 self._store(block)
         capacity = self._block_tokens - position % self._block_tokens
-        full = self._spare.pop() if self._spare else self._new_buffer()
-        block = _Block(position, full[:, :capacity], max(0, seq.final_start - position))
-        seq.own.append([block, 0])
+        final_row = max(0, seq.final_start - position)
+        if rows.shape[1] >= capacity:  # a whole block at once (prefill): it is stored from where it lies
+            block = _Block(position, rows[:, :capacity], final_row, None)
+            block.filled = capacity
+        else:
+            full = self._spare.pop() if self._spare else self._new_buffer()
+            block = _Block(position, full[:, :capacity], final_row, full)
+        seq.own.append([block, block.filled])
         return block
 
     def _new_buffer(self) -> np.ndarray:
@@ -347,7 +389,7 @@ class Assembler:
 
     def _store(self, block: _Block) -> None:
         """Write an open block; rows after it start a new one."""
-        assert block.buffer is not None
+        assert block.buffer is not None, "only open blocks are stored"
         rows = block.buffer[:, : block.filled]
         final_row = block.final_row if block.final_row < block.filled else 0
         final = rows[-1, final_row:] if block.final_row < block.filled else None
@@ -357,75 +399,101 @@ class Assembler:
         block.ref = self._sink.put_block(block.start, rows[:-1], final, final_row)
         self._recycle(block)
 
+    def _store_for_others(self, block: _Block) -> None:
+        """Write an open block that another request's record needs; if that fails, the other has a gap."""
+        if block.buffer is None:
+            return
+        try:
+            self._store(block)
+        except (SinkError, _NonFinite):
+            self._recycle(block)
+
     def _recycle(self, block: _Block) -> None:
-        buffer, block.buffer = block.buffer, None
-        if buffer is not None and len(self._spare) < 256:
-            whole = buffer.base if buffer.base is not None else buffer
-            if whole.shape == (self._layers, self._block_tokens, self._hidden):
-                self._spare.append(whole)
+        """Let go of a block's buffer; without a ref it is dead then."""
+        if block.pooled is not None and len(self._spare) < self._max_spare:
+            self._spare.append(block.pooled)
+        block.buffer = block.pooled = None
 
     def _truncate(self, seq: _Sequence, position: int) -> None:
-        """Forget tokens and rows from ``position`` on."""
+        """Forget tokens and rows from ``position`` on, which the engine computes again."""
         seq.length = position
         seq.next_position = min(seq.next_position, position)
-        while seq.own:
-            block, rows = seq.own[-1]
-            if block.start + rows <= position:
-                break
+        while seq.own and seq.own[-1][0].start + seq.own[-1][1] > position:
+            block, _ = seq.own[-1]
             if block.start < position:
                 seq.own[-1][1] = position - block.start
                 if block.buffer is not None:
-                    block.filled = position - block.start
+                    self._store(block)  # the index may point at its rows: new ones go elsewhere
                 break
-            if block.buffer is not None and not block.shared:
-                self._recycle(block)
+            if block.wanted:
+                self._store_for_others(block)
+            self._recycle(block)
             seq.own.pop()
-        if position < seq.hashed * GRANULE:
-            seq.hashed = 0
-            seq.chain = xxhash.xxh3_128_digest(seq.new.salt)
+        for key in seq.keys[position // self._granule :]:
+            self._leave(key)
+        del seq.keys[position // self._granule :]
 
     # -- prefixes -----------------------------------------------------------------------------------
 
     def _link(self, touched: list[_Sequence]) -> None:
         """Extend hash chains; offer own rows to later requests, find the rows that a cache hit skipped."""
-        pending = [s for s in touched if s.next_position // GRANULE > s.hashed]
-        # A request may hit what another one computes in the same step: offer first, then look.
-        for seq in sorted(pending, key=lambda s: bool(s.holes)):
-            while (seq.hashed + 1) * GRANULE <= seq.next_position:
-                low = seq.hashed * GRANULE
-                tokens = seq.tokens[low : low + GRANULE]
-                seq.chain = xxhash.xxh3_128_digest(seq.chain + tokens.tobytes())
-                seq.hashed += 1
-                self._link_granule(seq, low)
+        granule = self._granule
+        pending = [seq for seq in touched if seq.next_position // granule > len(seq.keys)]
+        # A request may hit what another one computes in the same step, always further on: offer first.
+        for seq in sorted(pending, key=lambda seq: seq.holes[-1][1] if seq.holes else 0):
+            key = seq.keys[-1] if seq.keys else seq.new.salt
+            for low in range(len(seq.keys) * granule, seq.next_position - granule + 1, granule):
+                tokens = seq.tokens[low : low + granule].tobytes()
+                key = blake2b(key + tokens, digest_size=16).digest()
+                seq.keys.append(key)
+                self._link_granule(seq, key, low, low + granule)
+        self._shrink_index()
 
-    def _link_granule(self, seq: _Sequence, low: int) -> None:
-        high = low + GRANULE
-        known = self._index.get(seq.chain)
-        if known is not None:
-            self._index.move_to_end(seq.chain)
+    def _link_granule(self, seq: _Sequence, key: bytes, low: int, high: int) -> None:
+        link = self._index.get(key)
+        if link is None:
+            link = self._index[key] = _Link()
+        link.users += 1
         missing = [(max(a, low), min(b, high)) for a, b in seq.holes if a < high and low < b]
+        for a, b in missing:
+            for part in link.parts:
+                found = _clip(part, a, b)
+                if found is not None:
+                    seq.parts.append(found)
         if missing:
-            for a, b in missing:
-                for part in known or ():
-                    found = _clip(part, a, b)
-                    if found is not None and (found[0].ref is not None or found[0].buffer is not None):
-                        found[0].shared = True
-                        seq.parts.append(found)
-            return  # rows that others computed are already in the index
-        parts = []
-        covered = 0
+            return  # the rows that others computed are in the index already
+        parts: list[_Part] = []
         for block, rows in reversed(seq.own):
             part = _clip((block, block.start, 0, rows), low, high)
             if part is not None:
                 parts.append(part)
-                covered += part[3] - part[2]
             if block.start <= low:
                 break
-        if covered == GRANULE:
-            self._index[seq.chain] = tuple(reversed(parts))
-            self._index.move_to_end(seq.chain)
-            if len(self._index) > self._max_granules:
-                self._index.popitem(last=False)
+        if sum(stop - start for _, _, start, stop in parts) == high - low:
+            link.parts = tuple(reversed(parts))
+            for block, *_ in parts:
+                block.wanted = True
+
+    def _leave(self, key: bytes) -> None:
+        """A live request no longer runs through this granule; it becomes the newest to be forgotten."""
+        link = self._index.get(key)
+        if link is not None:
+            link.users -= 1
+            self._index.move_to_end(key)
+
+    def _retire(self, handle: int, seq: _Sequence) -> None:
+        """Take a request off the table."""
+        del self._live[handle]
+        for key in reversed(seq.keys):  # as vLLM frees its blocks: the end of a prompt is forgotten first
+            self._leave(key)
+        self._shrink_index()
+
+    def _shrink_index(self) -> None:
+        """Forget the oldest granules; those of live requests stay, the engine's cache still has them too."""
+        for _ in range(min(len(self._index) - self._max_granules, 4096)):
+            key, link = self._index.popitem(last=False)
+            if link.users > 0:
+                self._index[key] = link
 
     # -- records ------------------------------------------------------------------------------------
 
@@ -441,12 +509,7 @@ class Assembler:
         try:
             for block, _ in seq.own:
                 if block.buffer is not None:
-                    if block.start < rows:
-                        # Rows after the last needed one (an overrun after the end) are not stored.
-                        block.filled = min(block.filled, rows - block.start)
-                        self._store(block)
-                    else:
-                        self._recycle(block)
+                    self._store(block)
             pieces = []
             reused = 0
             for part in self._parts(seq):
@@ -454,8 +517,7 @@ class Assembler:
                 if clipped is None:
                     continue
                 block, position, row_start, row_stop = clipped
-                if block.ref is None and block.buffer is not None:
-                    self._store(block)
+                self._store_for_others(block)
                 if block.ref is None:
                     continue  # its owner was dropped: an explicit gap
                 pieces.append(Piece(position, block.ref, row_start, row_stop))
@@ -494,7 +556,7 @@ class Assembler:
         self._count("rows_reused", reused)
         self._count("gap_rows", rows - held)
         self._count("raw_bytes", rows * self._layers * self._hidden * self._dtype.itemsize)
-        del self._live[handle]
+        self._retire(handle, seq)
         return None
 
     def _parts(self, seq: _Sequence) -> Iterator[_Part]:

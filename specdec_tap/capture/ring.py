@@ -7,6 +7,7 @@ and a byte ring. The producer never waits: :meth:`Ring.allocate` answers None wh
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 
@@ -134,10 +135,8 @@ class Ring:
 
     def close(self) -> None:
         del self._control, self.data, self.worker, self.writer
-        try:
+        with contextlib.suppress(BufferError):  # a tensor still maps it; the mapping goes with the last one
             self._map.close()
-        except BufferError:  # a tensor still maps it; the mapping goes with the last one
-            pass
         os.close(self.fd)
 
 

@@ -95,7 +95,7 @@ class Writer:
             self.sink,
             num_layers=self.layers,
             hidden_size=self.header.hidden_size,
-            dtype=self.header.bits_dtype,
+            dtype=self.header.dtype,
             count=ring.writer.add,
             block_tokens=self.header.block_tokens,
             final_scope=self.header.final_scope,
@@ -104,8 +104,6 @@ class Writer:
             max_tokens=self.config.max_tokens,
             max_index_tokens=int(hello["max_index_tokens"]),
         )
-        if self.header.dtype == "float16":
-            self.assembler.use_float16()
         self.status_path = self.config.dir / self.header.stream / STATUS_NAME
         self._status_at = 0.0
         self._retention_at = 0.0
