@@ -6,7 +6,9 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import json
+import math
 import os
 import re
 import textwrap
@@ -115,10 +117,9 @@ class TapConfig:
                 )
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             problems.append(f"max_tokens is {self.max_tokens:,}, below min_tokens {self.min_tokens:,}")
-        if self.response_window is not None and not 0 <= self.response_window[0] < self.response_window[1]:
-            problems.append(
-                f"response_window is {list(self.response_window)}; expected [a, b] with 0 <= a < b, in tokens"
-            )
+        window = self.response_window
+        if window is not None and (len(window) != 2 or not 0 <= window[0] < window[1]):
+            problems.append(f"response_window is {list(window)}; expected [a, b] with 0 <= a < b, in tokens")
         if self.max_shard_bytes < 1 << 16:
             problems.append(f"max_shard_bytes is {self.max_shard_bytes:,}; expected at least 65,536")
         if self.max_bytes is not None and self.max_bytes < 2 * self.max_shard_bytes:
@@ -208,7 +209,8 @@ class TapConfig:
         if not values.get("dir") or str(values["dir"]) == ".":
             if values:
                 raise ConfigError(
-                    f"{', '.join(sorted(values))} set but dir is not; set {ENV_PREFIX}DIR to the folder for the shards"
+                    f"{', '.join(sorted(values))} set but dir is not; set {ENV_PREFIX}DIR to the folder "
+                    "for the shards"
                 )
             return None, {}
         return cls(**values), sources
@@ -242,7 +244,7 @@ def field_docs() -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(TapConfig)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     docs = {}
-    for field, doc in zip(body, body[1:], strict=False):
+    for field, doc in itertools.pairwise(body):
         if (
             isinstance(field, ast.AnnAssign)
             and isinstance(field.target, ast.Name)
@@ -271,8 +273,8 @@ def prepare_directory(path: Path) -> None:
             probe.unlink()
     except OSError as err:
         raise ConfigError(
-            f"dir is {str(path)!r} but no file can be written there ({err.strerror or err}); choose a writable "
-            f"folder with free space, or unset {ENV_PREFIX}DIR to serve without capture"
+            f"dir is {str(path)!r} but no file can be written there ({err.strerror or err}); choose a "
+            f"writable folder with free space, or unset {ENV_PREFIX}DIR to serve without capture"
         ) from err
 
 
@@ -281,8 +283,9 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
     try:
         loaded = yaml.safe_load(path.read_text()) or {}
-    except OSError as err:
-        raise ConfigError(f"{ENV_FILE} is {str(path)!r}, which cannot be read: {err.strerror}") from err
+    except (OSError, UnicodeDecodeError) as err:
+        reason = getattr(err, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"{ENV_FILE} is {str(path)!r}, which cannot be read: {reason}") from err
     except yaml.YAMLError as err:
         raise ConfigError(f"{path} is not valid YAML: {err}") from err
     if not isinstance(loaded, Mapping):
@@ -327,15 +330,12 @@ def _convert(name: str, raw: Any, kind: Any) -> Any:
 
 
 def _convert_ints(name: str, raw: Any) -> tuple[int, ...]:
-    if isinstance(raw, str):
-        text = raw.strip()
-        try:
-            raw = json.loads(text) if text.startswith("[") else text.split(",")
-        except json.JSONDecodeError as err:
-            raise ValueError(f"{name} is {raw!r}; expected integers such as 2,15,27") from err
     try:
-        return tuple(int(item) for item in raw)
-    except (TypeError, ValueError) as err:
+        items = raw
+        if isinstance(raw, str):
+            items = json.loads(raw) if raw.strip().startswith("[") else raw.split(",")
+        return tuple(int(item) for item in items)
+    except (TypeError, ValueError) as err:  # json.JSONDecodeError is a ValueError
         raise ValueError(f"{name} is {raw!r}; expected integers such as 2,15,27") from err
 
 
@@ -351,6 +351,8 @@ def _parse_number(name: str, raw: float | str, kind: type) -> float | int:
             raw = float(match[1]) * units[match[2]]
         except ValueError as err:
             raise ValueError(f"{name} is {raw!r}; expected a number") from err
+    if not math.isfinite(raw):
+        raise ValueError(f"{name} is {raw}; expected a finite number")
     if kind is int and float(raw) != int(raw):
         raise ValueError(f"{name} is {raw!r}; expected a whole number")
     return kind(raw)
