@@ -1,0 +1,34 @@
+"""What every test starts from: offline, no settings of the tap, fast tests before slow ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+for name in [name for name in os.environ if name.startswith("SPECDEC_TAP")]:
+    del os.environ[name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run e2e tests last; skip what this machine cannot run."""
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+    no_vllm = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if no_vllm and item.get_closest_marker("e2e"):
+            item.add_marker(
+                pytest.mark.skip(reason="vLLM is not installed; 'make setup' installs its CPU build")
+            )
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _has_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
