@@ -27,9 +27,19 @@ COMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Exit codes: 0 done, 1 ran and the answer is bad, 2 wrong usage or input."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+# Optional packages and the extra that brings them.
+EXTRAS = {
+    "torch": "train", "transformers": "train", "matplotlib": "train", "tensorboard": "train",
+    "openai": "client", "fastapi": "server", "uvicorn": "server", "fsspec": "remote", "gguf": "gguf", "vllm": "vllm",
+}  # fmt: skip
+
+
+def build_parser(wanted: str | None) -> argparse.ArgumentParser:
+    """Return the parser with the arguments of one subcommand.
+
+    Args:
+        wanted: The subcommand. Only its module is imported: ``specdec-tap --help`` must not load torch.
+    """
     parser = argparse.ArgumentParser(
         prog="specdec-tap",
         description="Keep the hidden states a vLLM server already computes, and train a drafter from them.",
@@ -40,8 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"specdec-tap {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    # Only the named command's module is imported: `specdec-tap --help` must not load torch.
-    wanted = next((a for a in argv if a in COMMANDS), None)
     for name, (module, summary) in COMMANDS.items():
         sub = subparsers.add_parser(
             name,
@@ -53,6 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = importlib.import_module(module)
             command.add_arguments(sub)
             sub.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand. Exit codes: 0 done, 1 ran and the answer is bad, 2 wrong usage or input."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser(next((a for a in argv if a in COMMANDS), None))
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
@@ -63,6 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         print(f"specdec-tap {args.command}: {err}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as err:
+        extra = EXTRAS.get((err.name or "").partition(".")[0])
+        if extra is None or args.traceback:
+            raise
+        message = f"{err.name} is not installed; install it with 'pip install \"specdec-tap[{extra}]\"'"
+        print(f"specdec-tap {args.command}: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"specdec-tap {args.command}: interrupted", file=sys.stderr)
