@@ -30,7 +30,8 @@ COMMANDS = {
 # Optional packages and the extra that brings them.
 EXTRAS = {
     "torch": "train", "transformers": "train", "matplotlib": "train", "tensorboard": "train",
-    "openai": "client", "fastapi": "server", "uvicorn": "server", "fsspec": "remote", "gguf": "gguf", "vllm": "vllm",
+    "openai": "client", "fastapi": "server", "uvicorn": "server", "fsspec": "remote",
+    "gguf": "gguf", "vllm": "vllm",
 }  # fmt: skip
 
 
