@@ -516,7 +516,7 @@ async def replay_async(
         conversations: Pulled lazily, so that memory does not grow with their number.
         options: Where and how to send.
         on_answer: Called with each finished conversation, in the order in which they finish.
-        on_progress: Called after each answered request.
+        on_progress: Called after each answered request and each finished conversation.
         result: Sums to add to; kept up to date even when this function is interrupted.
 
     Raises:
@@ -541,6 +541,8 @@ async def replay_async(
                         result.errors.append(answer.error or "")
                 if on_answer is not None:
                     on_answer(answer)
+                if on_progress is not None:
+                    on_progress(result)
                 if sender.unanswered_in_a_row >= max(3, options.concurrency):
                     lost.set()
                 if lost.is_set():

@@ -191,6 +191,9 @@ class Demo:
 
     def run(self) -> dict[str, Any]:
         """Run every step that is not done yet and return the numbers."""
+        if shutil.which("specdec-tap") is None:
+            activate = Path(sys.prefix) / "bin" / "activate"
+            print(f"the commands below work after: source {shlex.quote(str(activate))}", flush=True)
         model = self.get_model()
         prompt_file = self.get_prompts()
         captured = self.capture(model, prompt_file)
@@ -323,7 +326,14 @@ class Demo:
             )
             if done.returncode:
                 raise StepFailed(f"'{self.command(command)}' gave exit code {done.returncode}")
-            return {"stats": json.loads(done.stdout)}
+            stats = json.loads(done.stdout)
+            if stats["num_records"] < captured["requests"]:
+                print(
+                    f"    {stats['num_records']:,} of {captured['requests']:,} requests were kept; "
+                    f"{self.logs / 'capture.log'} says why the others were dropped",
+                    flush=True,
+                )
+            return {"stats": stats}
 
         return self.step("verify", {"capture": captured["run_id"]}, self.shards, work=work)
 
@@ -447,6 +457,7 @@ class Demo:
         steps = {"capture": captured, "verify": verified, "train": trained, "measure": measured}
         return {
             "requests": captured["requests"],
+            "records": stats["num_records"],
             "tokens": stats["num_tokens"],
             "response_tokens": stats["response_tokens"],
             "bytes_per_token": stats["bytes_per_token"],
@@ -479,7 +490,7 @@ class Demo:
         share = n["bytes_per_token"] / n["raw_bytes_per_token"]
         overhead = n["capture_overhead_fraction"]
         rows = [
-            ("requests captured", f"{n['requests']:,}"),
+            ("requests captured", f"{n['records']:,} of {n['requests']:,}"),
             ("tokens", f"{n['tokens']:,} ({n['response_tokens']:,} of them generated)"),
             (
                 "bytes/token",

@@ -151,7 +151,8 @@ def replay_with_progress(
 
         def show(sums: engine.ReplayResult) -> None:
             rate = sums.completion_tokens / max(1e-9, time.monotonic() - begun)
-            bar.update(sums.requests + sums.resumed, f"{rate:,.0f} tokens/s")
+            done = sums.requests + sums.resumed + sums.too_long + sums.failed
+            bar.update(done, f"{rate:,.0f} tokens/s")
 
         engine.replay(
             pending(),
