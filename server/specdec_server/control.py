@@ -25,10 +25,10 @@ from specdec_tap.errors import SpecdecTapError
 
 from .errors import (
     ApiError,
-    _on_http_error,
-    _on_library_error,
-    _on_validation_error,
     error_response,
+    on_http_error,
+    on_library_error,
+    on_validation_error,
 )
 from .events import Broadcast
 from .security import Gate, RateLimit
@@ -71,11 +71,11 @@ class OwnErrorsRoute(APIRoute):
             try:
                 return await handler(request)
             except SpecdecTapError as err:
-                return await _on_library_error(request, err)
+                return await on_library_error(request, err)
             except HTTPException as err:
-                return await _on_http_error(request, err)
+                return await on_http_error(request, err)
             except RequestValidationError as err:
-                return await _on_validation_error(request, err)
+                return await on_validation_error(request, err)
             except Exception:  # the server around us must not see it: serving goes on
                 logger.exception("%s %s failed", request.method, request.url.path)
                 return error_response(500, "internal", "the server made an error; its log has the traceback")
@@ -138,7 +138,7 @@ def control_router(backend: Backend, gate: Gate, *, max_streams: int = 256) -> A
     async def status(request: Request) -> Response:
         """Return what every rank is doing."""
         reads.check("status requests")
-        gate.check_read(request.headers)
+        gate.check_read(request)
         return Response(
             await fresh.get(), media_type="application/json", headers={"Cache-Control": "no-store"}
         )
@@ -147,13 +147,13 @@ def control_router(backend: Backend, gate: Gate, *, max_streams: int = 256) -> A
     async def event_stream(request: Request) -> Response:
         """Stream the status as server-sent events."""
         reads.check("status requests")
-        gate.check_read(request.headers)
+        gate.check_read(request)
         return broadcast.response()
 
     def add(action: str, summary: str) -> None:
         async def change(request: Request) -> Response:
             changes.check("changes")
-            gate.check_change(request.headers)
+            gate.check_change(request)
             arguments = await _arguments(action, request)
             answer = await backend.control(action, arguments)
             fresh.forget()

@@ -88,12 +88,12 @@ def as_api_error(err: Exception) -> ApiError:
     return ApiError(500, "internal", "the server made an error; its log has the traceback")
 
 
-async def _on_library_error(request: Request, err: Exception) -> JSONResponse:
+async def on_library_error(request: Request, err: Exception) -> JSONResponse:
     told = as_api_error(err)
     return error_response(told.status, told.code, str(told), told.hint, told.headers)
 
 
-async def _on_http_error(request: Request, err: Exception) -> JSONResponse:
+async def on_http_error(request: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, HTTPException), "registered for it"
     code = _BY_STATUS.get(err.status_code, "bad_request" if err.status_code < 500 else "internal")
     detail = str(err.detail)
@@ -102,7 +102,7 @@ async def _on_http_error(request: Request, err: Exception) -> JSONResponse:
     return error_response(err.status_code, code, detail, None, dict(err.headers or {}))
 
 
-async def _on_validation_error(request: Request, err: Exception) -> JSONResponse:
+async def on_validation_error(request: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, RequestValidationError), "registered for it"
     parts = [_one_problem(e) for e in err.errors()[:5]]
     return error_response(422, "invalid_value", "; ".join(parts))
@@ -113,14 +113,14 @@ def _one_problem(problem: dict[str, Any]) -> str:
     return f"{where}: {problem['msg']}"
 
 
-async def _on_bug(request: Request, err: Exception) -> JSONResponse:
+async def on_bug(request: Request, err: Exception) -> JSONResponse:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=err)
     return error_response(500, "internal", "the server made an error; its log has the traceback")
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """Make every error of an application leave in the one shape."""
-    app.add_exception_handler(SpecdecTapError, _on_library_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(Exception, _on_bug)
+    app.add_exception_handler(SpecdecTapError, on_library_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(Exception, on_bug)

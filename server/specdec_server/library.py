@@ -119,6 +119,14 @@ class Library:
         names = {name for header in headers[1:] for name in header_differences(headers[0], header)}
         return sorted(names)
 
+    def version(self) -> tuple[Any, ...]:
+        """Something that changes when a shard is added, grows, is sealed or goes; cheap."""
+        with self.store() as store:
+            return tuple(
+                (f.stream, f.number, f.sealed, f.totals.num_blocks, f.totals.num_records)
+                for f in store.files()
+            )
+
     def shards(self) -> list[dict[str, Any]]:
         """One row per shard file, newest first."""
         with self.store() as store:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, error_response
@@ -100,29 +101,36 @@ class Gate:
         self._failures.check("wrong tokens")
         return False
 
-    def check_read(self, headers: Mapping[str, str]) -> None:
+    def check_read(self, request: HTTPConnection) -> None:
         """Allow reading.
 
         Raises:
             ApiError: 403 without a configured token, 401 for a missing or wrong one, 429 for too many.
         """
         if not self.public_read:
-            self.check_change(headers, "reading the status needs the admin token, and none is configured")
+            self._check(request, "reading this needs an admin token, and none is configured")
 
-    def check_change(
-        self,
-        headers: Mapping[str, str],
-        no_token: str = "changing anything needs an admin token, and none is configured",
-    ) -> None:
+    def check_change(self, request: HTTPConnection) -> None:
         """Allow a change.
 
         Raises:
             ApiError: As :meth:`check_read`.
         """
+        self._check(request, "changing anything needs an admin token, and none is configured")
+
+    def signed_in(self, request: HTTPConnection) -> bool:
+        """Whether the request carries the token.
+
+        Raises:
+            ApiError: 429 after too many wrong ones.
+        """
+        return self.matches(bearer_token(request.headers))
+
+    def _check(self, request: HTTPConnection, no_token: str) -> None:
         if self._token is None:
             raise ApiError(403, "no_token_configured", no_token, hint=NO_TOKEN_HINT)
-        given = bearer_token(headers)
-        if not self.matches(given):
+        if not self.signed_in(request):
+            given = bearer_token(request.headers)
             raise ApiError(
                 401, "sign_in", "the admin token is missing" if given is None else "the admin token is wrong",
                 hint="send the header 'Authorization: Bearer TOKEN'", headers={"WWW-Authenticate": "Bearer"},

@@ -19,6 +19,7 @@ COMMANDS = {
     ),
     "replay": ("specdec_tap.cli.replay", "send a jsonl of conversations to an OpenAI-compatible server"),
     "shards": ("specdec_tap.cli.shards", "list, summarise, verify and repair captured shards"),
+    "dashboard": ("specdec_tap.cli.dashboard", "serve a page over shards, live capture and training runs"),
     "train": ("specdec_tap.cli.train", "train a drafter from shards"),
     "export": ("specdec_tap.cli.export", "write a trained drafter in the layout an engine loads"),
     "eval": ("specdec_tap.cli.eval", "measure real acceptance length from vLLM's own counters"),
@@ -30,7 +31,7 @@ COMMANDS = {
 # Optional packages and the extra that brings them.
 EXTRAS = {
     "torch": "train", "transformers": "train", "matplotlib": "train", "tensorboard": "train",
-    "openai": "client", "fastapi": "server", "uvicorn": "server", "fsspec": "remote",
+    "openai": "client", "fastapi": "server", "uvicorn": "server", "jinja2": "server", "fsspec": "remote",
     "gguf": "gguf", "vllm": "vllm",
 }  # fmt: skip
 

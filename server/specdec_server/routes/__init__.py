@@ -1,0 +1,1 @@
+"""The routes of the dashboard, one noun a file."""
