@@ -106,3 +106,61 @@ def unroll(model: Eagle3Drafter, batch: Batch, steps: int) -> Iterator[Step]:
             hidden, residual = layer.leave(attended, residual)
         normed, state = model.finish(hidden, residual)
         keep = yield Step(index, rows, normed)
+
+
+@torch.no_grad()
+def propose(
+    model: Eagle3Drafter, aux: Tensor, tokens: Tensor, *, steps: int, first_position: int = 0
+) -> Tensor:
+    """Draft greedily after one prefix, as a server does: own tokens, own states.
+
+    Args:
+        model: Its embedding must be set.
+        aux: Aux states of the prefix ``[n, A, H]``.
+        tokens: x[t+1] of its rows ``[n]``; the last one is the token just sampled.
+        steps: Tokens to draft.
+        first_position: Position of row 0.
+
+    Returns:
+        Target ids ``[steps]`` int64.
+    """
+    n, last = len(tokens), len(model.layers) - 1
+    heads = model.config.num_heads
+    device = tokens.device
+    starts, final_row = torch.zeros(1, dtype=torch.int64), torch.tensor([n - 1], device=device)
+    positions = first_position + torch.arange(n, device=device)
+    everyone = Layout(torch.arange(n, device=device), starts, heads=heads)
+    layout = Layout(final_row, starts, heads=heads)
+    hidden, residual = model.combine(aux), None
+    embeds = model.embed(tokens)
+    keys, values = [], []
+    for i, layer in enumerate(model.layers):
+        x, residual = layer.enter(embeds, hidden, residual)
+        k, v = layer.key_value(x, positions)
+        keys.append(k)
+        values.append(v)
+        rows = everyone if i < last else layout
+        if i == last:
+            x, residual = x[-1:], residual[-1:]
+        q = layer.query(x, positions if i < last else positions[-1:])
+        hidden, residual = layer.leave(attend(q, k, v, None, None, rows, layer.scale), residual)
+    out: list[Tensor] = []
+    own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in model.layers]
+    for index in range(1, steps + 1):
+        normed, hidden = model.finish(hidden, residual)
+        out.append(model.target_ids((normed @ model.lm_head.weight.to(normed.dtype).T).argmax(-1)))
+        if index == steps:
+            break
+        embeds, residual = model.embed(out[-1]), None
+        here = positions[-1:] + index
+        for i, layer in enumerate(model.layers):
+            x, residual = layer.enter(embeds, hidden, residual)
+            k, v = layer.key_value(x, here)
+            own[i][0].append(k)
+            own[i][1].append(v)
+            attended = attend(
+                layer.query(x, here), keys[i], values[i],
+                torch.stack(own[i][0], 1), torch.stack(own[i][1], 1), layout, layer.scale,
+            )  # fmt: skip
+            hidden, residual = layer.leave(attended, residual)
+    return torch.cat(out)

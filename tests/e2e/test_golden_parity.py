@@ -1,0 +1,187 @@
+"""An exported drafter proposes the same tokens in vLLM as in the trainer.
+
+This one test covers rope, norms, residual, feedback state, shift, d2t, layer ids and tensor names. The target and the
+drafters are tiny and random, in float32, so that every token must agree; the real model runs in bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from safetensors.torch import load_file, save_file  # noqa: E402  # after importorskip
+
+from specdec_tap.target import load_target  # noqa: E402  # after importorskip
+from specdec_trainer.export import export_drafter, load_drafter  # noqa: E402  # after importorskip
+from specdec_trainer.model import DraftConfig, Eagle3Drafter, init_weights  # noqa: E402  # after importorskip
+from specdec_trainer.ttt import propose  # noqa: E402  # after importorskip
+
+pytestmark = pytest.mark.e2e
+
+STEPS, PROMPTS = 3, 50
+TARGET = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+}  # fmt: skip
+
+VARIANTS = {
+    "plain_full_vocab": {},
+    "eagle31_norms": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+    "fc_norm": {"fc_norm": True, "draft_vocab_size": 150},
+    "reduced_vocab": {"draft_vocab_size": 37, "norm_before_residual": True},
+    "two_layers": {"num_layers": 2, "norm_output": True, "draft_vocab_size": 200},
+    "llama3_rope": {
+        "rope": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                 "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    },
+    "yarn_rope": {
+        "rope": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+    },
+    "partial_rotary": {"rope": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "qwen3_heads": {"qk_norm": True, "norm_before_residual": True, "draft_vocab_size": 200},
+}  # fmt: skip
+
+
+def tiny_target(path: Path) -> Path:
+    """A random Llama checkpoint, tied to nothing, with activations of ordinary size."""
+    g = torch.Generator().manual_seed(0)
+    c = TARGET
+    h, i = c["hidden_size"], c["intermediate_size"]
+    q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g) / shape[-1] ** 0.5
+
+    weights = {
+        "model.embed_tokens.weight": torch.randn(c["vocab_size"], h, generator=g),
+        "lm_head.weight": matrix(c["vocab_size"], h),
+        "model.norm.weight": torch.ones(h),
+    }
+    for n in range(c["num_hidden_layers"]):
+        weights |= {
+            f"model.layers.{n}.{k}.weight": v
+            for k, v in {
+                "self_attn.q_proj": matrix(q, h), "self_attn.k_proj": matrix(kv, h),
+                "self_attn.v_proj": matrix(kv, h), "self_attn.o_proj": matrix(h, q),
+                "mlp.gate_proj": matrix(i, h), "mlp.up_proj": matrix(i, h), "mlp.down_proj": matrix(h, i),
+                "input_layernorm": torch.ones(h), "post_attention_layernorm": torch.ones(h),
+            }.items()
+        }  # fmt: skip
+    path.mkdir()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(c))
+    return path
+
+
+def random_drafter(target, seed: int, **changes) -> Eagle3Drafter:
+    """A drafter whose tokens depend on every weight."""
+    values = {
+        "hidden_size": 64, "intermediate_size": 80, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
+        "rms_norm_eps": 1e-5, "rope": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 512, "vocab_size": 320, "draft_vocab_size": 320, "aux_layer_ids": (2, 4, 5),
+    }  # fmt: skip
+    model = Eagle3Drafter(DraftConfig(**{**values, **changes}))
+    g = torch.Generator().manual_seed(seed)
+    init_weights(model, g, std=0.15)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim == 1:
+                p.add_(0.2 * torch.randn(p.shape, generator=g))
+            elif name.startswith("lm_head"):
+                p.copy_(torch.randn(p.shape, generator=g))
+    size = model.config.draft_vocab_size
+    ids = torch.randperm(320, generator=g)[:size].sort().values
+    model.d2t.copy_(ids - torch.arange(size))
+    return model
+
+
+def drafts_of_vllm(
+    model: Path, drafter: Path, prompts: list[list[int]], out: Path, dtype: str, timeout: float = 300
+):
+    """``[(tokens, aux, next token, drafts)]`` of each prompt, from a process of its own."""
+    script = Path(__file__).with_name("drafts_of_vllm.py")
+    command = [sys.executable, str(script), str(model), str(drafter), str(out), str(STEPS), dtype]
+    env = {**os.environ, "TRITON_BACKENDS_IN_TREE": "1"}
+    done = subprocess.run(
+        command,
+        input=json.dumps(prompts),
+        text=True,
+        capture_output=True,
+        timeout=timeout,
+        env=env,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    tensors = load_file(out)
+    return [
+        tuple(tensors[f"{i}.{name}"] for name in ("tokens", "aux", "next", "drafts"))
+        for i in range(len(prompts))
+    ], done
+
+
+def agreement(model: Eagle3Drafter, results) -> list[float]:
+    """Share of prompts whose draft token k is the same, for each k."""
+    same = np.zeros((len(results), STEPS))
+    for i, (tokens, aux, following, drafts) in enumerate(results):
+        shifted = torch.cat((tokens[1:].long(), following.long()))
+        mine = propose(
+            model, aux.view(len(tokens), len(model.config.aux_layer_ids), -1), shifted, steps=STEPS
+        )
+        same[i] = (mine == drafts[0]).numpy()
+    return same.mean(0).tolist()
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("golden") / "target")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_vllm_proposes_what_the_trainer_proposes(variant: str, target_dir: Path, tmp_path: Path) -> None:
+    """B61, B65, B68, B73, B93 to B98, B101, B103, B106."""
+    target = load_target(target_dir)
+    model = random_drafter(target, 1, **VARIANTS[variant])
+    export_drafter(model, tmp_path / "drafter", target=target, dtype=torch.float32)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 320, int(rng.integers(1, 90))).tolist() for _ in range(PROMPTS)]
+    results, done = drafts_of_vllm(
+        target_dir, tmp_path / "drafter", prompts, tmp_path / "out.safetensors", "float32"
+    )
+    loaded = load_drafter(tmp_path / "drafter", compute_dtype=torch.float32)
+    loaded.embed_weight = target.embed.torch()
+    assert agreement(loaded, results) == [1.0] * STEPS
+    # The engine shares the target's embedding, and the drafts are not all one token.
+    assert "without its own embed_tokens" in done.stdout + done.stderr
+    assert len({int(d) for *_, drafts in results for d in drafts[0]}) > 10
+
+
+def test_a_wrong_feedback_state_would_be_noticed(target_dir: Path, tmp_path: Path) -> None:
+    """The comparison has teeth: a trainer that feeds back another state, or rotates otherwise, disagrees."""
+    target = load_target(target_dir)
+    model = random_drafter(target, 1, norm_output=True)
+    export_drafter(model, tmp_path / "drafter", target=target, dtype=torch.float32)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 320, int(rng.integers(20, 90))).tolist() for _ in range(PROMPTS)]
+    results, _ = drafts_of_vllm(
+        target_dir, tmp_path / "drafter", prompts, tmp_path / "out.safetensors", "float32"
+    )
+    model.embed_weight = target.embed.torch()
+    for changes in ({"norm_output": False}, {"norm_before_residual": True},
+                    {"rope": {"rope_type": "default", "rope_theta": 1000.0}}):  # fmt: skip
+        wrong = random_drafter(target, 1, **{"norm_output": True, **changes})
+        wrong.load_state_dict(model.state_dict())
+        wrong.embed_weight = model.embed_weight
+        assert min(agreement(wrong, results)) < 0.95, changes
+    assert agreement(model, results) == [1.0] * STEPS
