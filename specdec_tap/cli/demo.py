@@ -19,6 +19,7 @@ from typing import Any
 from .. import evaluate, prompts, serving, smollm2
 from .. import replay as engine
 from .._version import __version__
+from ..errors import SpecdecTapError
 from ..steps import Steps, file_digest, folder_fingerprint
 from ._console import check_writable_file, human_bytes, positive_float, positive_int, print_table, write_json
 from .eval import TAP_OFF, measure_with_progress, speculative_config, started_server
@@ -167,6 +168,16 @@ def wait_until_sealed(shards: Path, timeout_s: float = SEAL_TIMEOUT_S) -> None:
         time.sleep(0.1)
 
 
+def context_length(model: Path) -> int:
+    """Return the context to serve with: the model's own, but no more than the demo needs."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+        own = (config.get("text_config") or config)["max_position_embeddings"]
+        return min(MAX_MODEL_LEN, int(own))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return MAX_MODEL_LEN  # vLLM reads the config too, and says what is wrong with it
+
+
 class Demo:
     """The steps, in order, in one folder."""
 
@@ -181,13 +192,7 @@ class Demo:
         self.logs = self.folder / "logs"
         self.begun = time.monotonic()
         self.reused: list[str] = []
-        self.vllm_arguments = [
-            *serving.default_arguments(),
-            "--max-model-len",
-            str(MAX_MODEL_LEN),
-            "--served-model-name",
-            "demo",
-        ]
+        self.vllm_arguments: list[str] = []
 
     def run(self) -> dict[str, Any]:
         """Run every step that is not done yet and return the numbers."""
@@ -195,6 +200,7 @@ class Demo:
             activate = Path(sys.prefix) / "bin" / "activate"
             print(f"the commands below work after: source {shlex.quote(str(activate))}", flush=True)
         model = self.get_model()
+        self.vllm_arguments = [*serving.default_arguments(), "--max-model-len", str(context_length(model))]
         prompt_file = self.get_prompts()
         captured = self.capture(model, prompt_file)
         verified = self.verify(captured)
@@ -266,7 +272,15 @@ class Demo:
                 f"{failed:,} requests failed ({(sample.errors + rest.errors or ['no answer'])[0]})"
             )
         print(f"    {summary(rest)}", flush=True)
+        stats = self._shard_stats()
+        if stats["num_records"] < requests:
+            print(
+                f"    {stats['num_records']:,} of {requests:,} requests were kept; "
+                f"{self.logs / 'capture.log'} says why the others were dropped",
+                flush=True,
+            )
         return {
+            "stats": stats,
             "requests": requests,
             "too_long": sample.too_long + rest.too_long,
             "prompt_tokens": sample.prompt_tokens + rest.prompt_tokens,
@@ -275,6 +289,20 @@ class Demo:
             "sample_latency_p50_s": sample.latency_s(0.5),
             "startup_s": server.startup_s,
         }
+
+    def _shard_stats(self) -> dict[str, Any]:
+        """Sum up what was captured. An empty folder must fail here: a step that ended well is reused."""
+        from ..shards import open_shards
+        from ..shards.index import summarise
+
+        try:
+            with open_shards(self.shards) as store:
+                stats = summarise(store)
+        except SpecdecTapError as err:
+            raise StepFailed(f"nothing was captured ({err}); see {self.logs / 'capture.log'}") from err
+        if not stats["num_records"]:
+            raise StepFailed(f"no request was captured; see {self.logs / 'capture.log'}")
+        return stats
 
     def _options(self, server: serving.VllmServer) -> engine.ReplayOptions:
         return engine.ReplayOptions(
@@ -319,21 +347,7 @@ class Demo:
 
         def work() -> dict[str, Any]:
             self.call(command)
-            done = subprocess.run(
-                [sys.executable, "-m", "specdec_tap", "shards", "stats", str(self.shards), "--json"],
-                stdout=subprocess.PIPE,
-                check=False,
-            )
-            if done.returncode:
-                raise StepFailed(f"'{self.command(command)}' gave exit code {done.returncode}")
-            stats = json.loads(done.stdout)
-            if stats["num_records"] < captured["requests"]:
-                print(
-                    f"    {stats['num_records']:,} of {captured['requests']:,} requests were kept; "
-                    f"{self.logs / 'capture.log'} says why the others were dropped",
-                    flush=True,
-                )
-            return {"stats": stats}
+            return {}
 
         return self.step("verify", {"capture": captured["run_id"]}, self.shards, work=work)
 
@@ -452,7 +466,7 @@ class Demo:
         measured: dict[str, Any],
     ) -> dict[str, Any]:
         """Return every number of the run as one JSON-able object."""
-        stats, training, evaluation = verified["stats"], trained["summary"], measured["evaluation"]
+        stats, training, evaluation = captured["stats"], trained["summary"], measured["evaluation"]
         tapped, untapped = captured["sample_output_tokens_per_s"], measured["sample_output_tokens_per_s"]
         steps = {"capture": captured, "verify": verified, "train": trained, "measure": measured}
         return {
