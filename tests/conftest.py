@@ -13,8 +13,12 @@ for name in [name for name in os.environ if name.startswith("SPECDEC_TAP")]:
     del os.environ[name]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run e2e tests last; skip what this machine cannot run."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run e2e tests last; skip what this machine cannot run; leave out ``matrix`` unless ``-m`` names it."""
+    if "matrix" not in config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("matrix")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
     items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
     no_vllm = importlib.util.find_spec("vllm") is None
     for item in items:
