@@ -40,7 +40,7 @@ _CHOICES = {
 MAX_HIDDEN_SIZE = 1 << 18
 MAX_AUX_LAYERS = 256
 MAX_BLOCK_TOKENS = 1 << 14
-MAX_BLOCK_BYTES = 1 << 28
+MAX_BLOCK_BYTES = 1 << 27
 """Most bytes of one block's states uncompressed; bounds what decoding any block can take."""
 MAX_TOKENS = 1 << 24
 """Longest sequence of one record; 16.7 million tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +31,16 @@ MAX_SPANS = 1 << 16
 MAX_PIECES = 1 << 18
 
 
+class _Local(threading.local):
+    """One zstd context per thread; it must not be shared."""
+
+    def __init__(self) -> None:
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_local = _Local()
+
+
 def unzstd(data: bytes, expected_bytes: int, what: str) -> bytes:
     """Decompress one zstd frame that must hold exactly ``expected_bytes``.
 
@@ -43,9 +54,7 @@ def unzstd(data: bytes, expected_bytes: int, what: str) -> bytes:
                 f"{expected_bytes:,}"
             )
         # One-shot decompression of a frame with a known size allocates that size and no window.
-        out = zstandard.ZstdDecompressor().decompress(
-            data, max_output_size=expected_bytes, allow_extra_data=False
-        )
+        out = _local.decompressor.decompress(data, max_output_size=expected_bytes, allow_extra_data=False)
     except (zstandard.ZstdError, MemoryError) as err:
         raise CorruptShardError(f"{what} does not decompress ({err})") from err
     if len(out) != expected_bytes:
