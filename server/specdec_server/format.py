@@ -19,6 +19,16 @@ def count(value: float | None) -> str:
     return MISSING if value is None else f"{round(value):,}"
 
 
+def plural(value: int, noun: str) -> str:
+    """Return a count with its noun.
+
+    Example:
+        >>> plural(1, "shard"), plural(1200, "shard")
+        ('1 shard', '1,200 shards')
+    """
+    return f"{value:,} {noun}" if value == 1 else f"{value:,} {noun}s"
+
+
 def size(value: float | None) -> str:
     """Return bytes in decimal units, three digits.
 
@@ -117,6 +127,7 @@ def _three(value: float) -> str:
 
 FILTERS: dict[str, Any] = {
     "count": count,
+    "plural": plural,
     "size": size,
     "number": number,
     "fraction": fraction,

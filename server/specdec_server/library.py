@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 from specdec_tap.errors import InputError, ShardError
 from specdec_tap.shards import Record, ShardStore, open_shards
 from specdec_tap.shards.index import shard_row, summarise
-from specdec_tap.shards.layout import RecordMeta
+from specdec_tap.shards.layout import BlockRef, RecordMeta
 from specdec_tap.shards.reader import ALL_DIFFERENCES, ShardFile, header_differences
 
 from .errors import ApiError, not_found
@@ -23,6 +24,8 @@ from .errors import ApiError, not_found
 REFRESH_S = 1.0
 SEARCH_BUDGET_S = 0.25
 SOURCE_BUDGET_S = 0.4
+SOURCE_KEPT_S = 10.0
+MAX_SOURCES_KEPT = 256
 MAX_PAGE = 200
 SORTS = ("newest", "oldest", "longest", "shortest", "gaps")
 
@@ -64,6 +67,7 @@ class Library:
         self._opened = _Opened(self._open())
         self._refreshed = time.monotonic()
         self._table: tuple[tuple[Any, ...], _Table] | None = None
+        self._sources: OrderedDict[str, tuple[float, dict[str, Any]]] = OrderedDict()
 
     def _open(self) -> ShardStore:
         return open_shards(self.root, follow=True, ignore_differences=ALL_DIFFERENCES)
@@ -98,6 +102,7 @@ class Library:
             old, self._opened = self._opened, _Opened(self._open())
             old.replaced = True
             self._table = None
+            self._sources.clear()
             if not old.readers:
                 old.store.close()
         self._refreshed = time.monotonic()
@@ -337,41 +342,45 @@ class Library:
     def sources(self, store: ShardStore, record: Record) -> dict[str, Any]:
         """Which positions of a record another request computed, and which of its tokens that one answered.
 
-        The first record (by start time) that uses a block computed it. Records are looked for in the shards
-        that this one's blocks are in, for at most 0.4 seconds.
+        The first record (by start time) that uses a block computed it. A record is written after the blocks
+        it uses, so only later ones are looked at, the nearest first, for at most 0.4 seconds.
 
         Returns:
             ``cached``: ``[{start, stop, record}]`` positions taken from another record's blocks;
             ``earlier``: ``[[start, stop]]`` of the prompt that are answers of those records;
             ``complete``: whether every record that could be the source was looked at.
         """
+        with self._lock:
+            known = self._sources.get(record.id)
+            if known is not None and (known[1]["complete"] or time.monotonic() < known[0]):
+                self._sources.move_to_end(record.id)
+                return known[1]
+        found = self._find_sources(store, record)
+        with self._lock:
+            self._sources[record.id] = (time.monotonic() + SOURCE_KEPT_S, found)
+            while len(self._sources) > MAX_SOURCES_KEPT:
+                self._sources.popitem(last=False)
+        return found
+
+    def _find_sources(self, store: ShardStore, record: Record) -> dict[str, Any]:
         pieces = record.meta.pieces
         blocks = {p.block for p in pieces}
-        first: dict[Any, tuple[float, str, RecordMeta]] = {
+        first: dict[BlockRef, tuple[float, str, RecordMeta]] = {
             b: (record.meta.started_unix_s, record.id, record.meta) for b in blocks
         }
         until = time.monotonic() + SOURCE_BUDGET_S
         complete = True
-        for file in list(store.files()):
-            if file.stream != record.stream or file.number < min((b.shard for b in blocks), default=0):
+        for file, ordinal in _users(store, record.stream, blocks):
+            if time.monotonic() > until:
+                complete = False
+                break
+            try:
+                meta = file.record(ordinal)
+            except ShardError:
                 continue
-            # A record is written after the blocks it owns, so its shard is at least theirs.
-            for ordinal in range(file.totals.num_records):
-                if time.monotonic() > until:
-                    complete = False
-                    break
-                try:
-                    meta = file.record(ordinal)
-                except ShardError:
-                    continue
-                used = blocks.intersection(p.block for p in meta.pieces)
-                for block in used:
-                    if meta.started_unix_s < first[block][0]:
-                        first[block] = (
-                            meta.started_unix_s,
-                            f"{file.stream}/{file.number:06d}/{ordinal}",
-                            meta,
-                        )
+            for block in blocks.intersection(p.block for p in meta.pieces):
+                if meta.started_unix_s < first[block][0]:
+                    first[block] = (meta.started_unix_s, f"{file.stream}/{file.number:06d}/{ordinal}", meta)
         cached: list[dict[str, Any]] = []
         earlier = np.zeros(record.num_tokens, bool)
         for piece in pieces:
@@ -390,6 +399,31 @@ class Library:
             if span.kind == "response":
                 earlier[span.start : span.stop] = False
         return {"cached": cached, "earlier": _ranges(earlier), "complete": complete}
+
+
+def _users(store: ShardStore, stream: str, blocks: set[BlockRef]) -> Iterator[tuple[ShardFile, int]]:
+    """Records of a stream that may use one of ``blocks``: those right behind each block first."""
+    files = {f.number: f for f in store.files() if f.stream == stream}
+    lowest: dict[int, int] = {}
+    near: dict[tuple[int, int], None] = {}
+    for block in sorted(blocks):
+        file = files.get(block.shard)
+        if file is None:
+            continue
+        at, records = file.index()
+        if block.block >= len(at["offset"]):
+            continue
+        behind = int(np.searchsorted(records["offset"], at["offset"][block.block]))
+        lowest[block.shard] = min(behind, lowest.get(block.shard, behind))
+        near |= dict.fromkeys(
+            (block.shard, i) for i in range(behind, min(behind + 32, len(records["offset"])))
+        )
+    for number, ordinal in near:
+        yield files[number], ordinal
+    for number in sorted(n for n in files if n >= min(lowest, default=0)):
+        for ordinal in range(lowest.get(number, 0), files[number].totals.num_records):
+            if (number, ordinal) not in near:
+                yield files[number], ordinal
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,11 +455,17 @@ def _record_row(record: Record | _Unreadable) -> dict[str, Any]:
 
 def record_facts(record: Record) -> dict[str, Any]:
     """Everything about a record but its tokens."""
+    final, problem = [], None
+    try:
+        final = [list(f) for f in record.final_span]
+    except ShardError as err:  # a shard that the record needs is gone or damaged; the rest is still true
+        problem = str(err)
     return _record_row(record) | {
         "sampling": dict(record.meta.sampling),
         "spans": [{"start": s.start, "stop": s.stop, "kind": s.kind} for s in record.spans],
         "gaps": [list(g) for g in record.gaps],
-        "final": [list(f) for f in record.final_span],
+        "final": final,
+        "problem": problem,
         "num_pieces": len(record.meta.pieces),
         "target": record.header.target.name,
         "aux_layer_ids": list(record.header.aux_layer_ids),

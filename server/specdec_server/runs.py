@@ -101,8 +101,9 @@ class Runs:
     # ---- runs
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per run, newest name first."""
-        return [self._row(name, folder) for name, folder in self._folders().items()]
+        """One row per run, the one that was started last first."""
+        rows = [self._row(name, folder) for name, folder in self._folders().items()]
+        return sorted(rows, key=lambda r: (r["started_unix_s"] or 0.0, r["name"]), reverse=True)
 
     def _row(self, name: str, folder: Path) -> dict[str, Any]:
         log = self._log(name, folder)
@@ -285,13 +286,20 @@ def _evaluations_in(data: Any) -> list[dict[str, Any]]:
 
 def _evaluation(data: dict[str, Any]) -> dict[str, Any]:
     categories = data.get("categories")
+    speed, baseline = (
+        _number(data.get("output_tokens_per_s")),
+        _number(data.get("baseline_output_tokens_per_s")),
+    )
+    speedup = _number(data.get("speedup"))
+    if speedup is None and speed is not None and baseline:
+        speedup = speed / baseline
     return {
         **_drafts(data),
         "num_requests": _number(data.get("requests")),
         "num_output_tokens": _number(data.get("output_tokens")),
-        "output_tokens_per_s": _number(data.get("output_tokens_per_s")),
-        "baseline_output_tokens_per_s": _number(data.get("baseline_output_tokens_per_s")),
-        "speedup": _number(data.get("speedup")),
+        "output_tokens_per_s": speed,
+        "baseline_output_tokens_per_s": baseline,
+        "speedup": speedup,
         "num_identical_answers": _number(data.get("identical_answers")),
         "num_compared_answers": _number(data.get("compared_answers")),
         "categories": {

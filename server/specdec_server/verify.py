@@ -117,10 +117,9 @@ class Verifier:
                 process.kill()
                 await process.wait()
         if process.returncode not in (0, 1):
+            said = err.decode("utf-8", "replace").strip().splitlines()
             result.state = "failed"
-            result.problem = (
-                err.decode("utf-8", "replace").strip().splitlines()[-1:][0] if err.strip() else "no answer"
-            )
+            result.problem = said[-1].removeprefix("specdec-tap shards: ") if said else "no answer"
             return
         result.report = json.loads(out)
         result.state = "good" if process.returncode == 0 else "bad"

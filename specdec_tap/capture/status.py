@@ -82,12 +82,13 @@ class StreamStatus:
         return max(self.worker.get("steps", 0) - self.writer.get("steps_handled", 0), 0)
 
     def _by_reason(self, prefix: str, skip: tuple[str, ...] = ()) -> dict[str, int]:
-        return {
-            name.removeprefix(prefix): count
-            for counters in (self.worker, self.writer)
-            for name, count in counters.items()
-            if name.startswith(prefix) and name not in skip
-        }
+        sums: dict[str, int] = {}
+        for counters in (self.worker, self.writer):  # a reason can be counted on either side
+            for name, count in counters.items():
+                if name.startswith(prefix) and name not in skip:
+                    reason = name.removeprefix(prefix)
+                    sums[reason] = sums.get(reason, 0) + count
+        return sums
 
     def to_json(self, now_unix_s: float | None = None) -> dict[str, Any]:
         """Return what the status route and the dashboard show of a rank; ``docs/server-api.md`` explains."""

@@ -13,7 +13,7 @@ router = APIRouter(prefix="/api", dependencies=[Depends(reader)])
 
 @router.get("/runs")
 def runs(board: Board) -> dict[str, Any]:
-    """Return one row per run, newest name first."""
+    """Return one row per run, the one that was started last first."""
     return {"runs": board.runs.rows()}
 
 

@@ -87,6 +87,8 @@
   // ---- charts
 
   const charts = new Map();
+  const WHOLE = [1, 2, 5].flatMap((n) => Array.from({ length: 10 }, (_, i) => n * 10 ** i)).sort((a, b) => a - b);
+  const newest = (plot) => plot.setLegend({ idx: plot.data[0].length - 1 });
 
   // Draw or update a chart. `series`: [{label, values, color, dots, thin, format}], all over the same x.
   const draw = (id, x, series, options = {}) => {
@@ -108,7 +110,12 @@
     const last = filled.map((s) => `${s.label} ${format(s.values.findLast((v) => v !== null && v !== undefined))}`).join(", ");
     box.setAttribute("aria-label", `${$("figcaption", figure).textContent}; newest: ${last}`);
     fillNumbers(figure, x, filled, format, options);
-    if (chart && chart.shape === shape) { chart.plot.setData(data); chart.again = [id, x, series, options]; return; }
+    if (chart && chart.shape === shape) {
+      chart.plot.setData(data);
+      chart.again = [id, x, series, options];
+      if (chart.plot.cursor.idx === null || chart.plot.cursor.idx === undefined) newest(chart.plot);
+      return;
+    }
     if (chart) chart.plot.destroy();
     box.replaceChildren();
     const axis = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
@@ -119,7 +126,7 @@
       legend: { show: true, live: true },
       scales: { x: { time: Boolean(options.time) }, y: { range: (u, low, high) => range(low, high, options) } },
       axes: [
-        { ...axis, size: 24, space: 70, values: options.time ? undefined : (u, ticks) => ticks.map((t) => fmt.exact(t)) },
+        { ...axis, size: 24, space: 70, incrs: options.time ? undefined : WHOLE, values: options.time ? undefined : (u, ticks) => ticks.map((t) => fmt.exact(t)) },
         { ...axis, size: 58, space: 34, values: (u, ticks) => ticks.map((t) => format(t)) },
       ],
       series: [
@@ -135,6 +142,9 @@
         })),
       ],
     }, data, box);
+    // Without a pointer over it, the legend shows the newest values.
+    requestAnimationFrame(() => newest(plot));
+    plot.over.addEventListener("mouseleave", () => newest(plot));
     const observer = new ResizeObserver(() => {
       const width = box.clientWidth;
       if (width && Math.abs(width - plot.width) > 1) plot.setSize({ width, height: 168 });
@@ -205,8 +215,10 @@
   };
   const handlers = { capture: [], shards: [], runs: [] };
   let source = null;
+  const wants = ["capture", "shards", "shard", "runs", "run", "evaluations"].includes(page);
+  live.hidden = !wants;
   const connect = () => {
-    if (source || document.hidden) return;
+    if (!wants || source || document.hidden) return;
     source = new EventSource("/api/events");
     source.addEventListener("open", () => setLive("on", "live"));
     source.addEventListener("error", () => setLive("lost", "reconnecting"));
@@ -588,6 +600,8 @@
 
   // ---- start
 
+  window.specdecTap = { fmt }; // for the test that compares them with Python's
+
   localTimes(document);
   if (page === "capture") capturePage();
   if (page === "shards" || page === "shard") shardPages();
@@ -595,5 +609,5 @@
   if (page === "run") { runPage(); onVersion("runs", (d) => d.version, runPage); }
   if (page === "evaluations") { evaluationsPage(); onVersion("runs", (d) => d.version, evaluationsPage); }
   if (page === "record") recordPage();
-  if (["capture", "shards", "shard", "runs", "run", "evaluations"].includes(page)) connect();
+  connect();
 })();
