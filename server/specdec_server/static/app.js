@@ -368,7 +368,7 @@
     const answer = $("#control-answer");
     const act = async (button, action, body) => {
       button.disabled = true;
-      setText(answer, `${action} …`);
+      setText(answer, `${action} \u2026`);
       try {
         await post(`/specdec_tap/${action}`, body);
         setText(answer, `${action}: done on every rank`);
@@ -465,7 +465,7 @@
     points.sort((a, b) => a[0] - b[0]);
     const best = new Map();
     for (const [k, speed] of points) best.set(k, Math.max(best.get(k) || 0, speed));
-    drawMerged("chart-speedup", [{ label: "best speed-up", x: [...best.keys()], values: [...best.values()], color: COLORS[0], dots: true }], { xLabel: "draft tokens", format: (v) => (v === null || v === undefined ? MISSING : `${v.toFixed(2)}×`), nothing: "no evaluation has a baseline beside it" });
+    drawMerged("chart-speedup", [{ label: "best speed-up", x: [...best.keys()], values: [...best.values()], color: COLORS[0], dots: true }], { xLabel: "draft tokens", format: (v) => (v === null || v === undefined ? MISSING : `${v.toFixed(2)}\u00d7`), nothing: "no evaluation has a baseline beside it" });
   };
 
   // ---- one sequence
@@ -495,7 +495,7 @@
       const title = document.createElement("h2");
       title.textContent = "Token ";
       const text = box.classList.contains("hidden-text") ? null : node.textContent;
-      if (text !== null) title.append(Object.assign(document.createElement("span"), { className: "shown", textContent: text.replaceAll(" ", "␣") }));
+      if (text !== null) title.append(Object.assign(document.createElement("span"), { className: "shown", textContent: text.replaceAll(" ", "\u2423") }));
       const list = Object.assign(document.createElement("dl"), { className: "facts" });
       for (const [name, value] of rows) {
         list.append(Object.assign(document.createElement("dt"), { textContent: name }), Object.assign(document.createElement("dd"), { textContent: value }));
@@ -515,7 +515,7 @@
     };
     const label = (node) => {
       const [rows, drafts] = describe(node);
-      const what = box.classList.contains("hidden-text") ? "" : `“${node.textContent.trim() || "space"}”, `;
+      const what = box.classList.contains("hidden-text") ? "" : `\u201c${node.textContent.trim() || "space"}\u201d, `;
       return `${what}position ${rows[0][1]}, ${rows.at(-1)[1]}${drafts.filter((d) => d[2] !== "").map((d) => `, draft ${d[0]} ${d[1]} ${d[2]}`).join("")}`;
     };
     const activate = (node, scroll) => {
