@@ -195,9 +195,9 @@ class Assembler:
         """Entries of the prefix index."""
         return len(self._index)
 
-    def set_max_index_tokens(self, tokens: int) -> None:
-        """The engine's cache size became known."""
-        self._max_granules = tokens // self._granule
+    def size_index(self, max_index_tokens: int) -> None:
+        """The size of the engine's cache became known."""
+        self._max_granules = max_index_tokens // self._granule
         self._shrink_index()
 
     # -- events, in engine order ------------------------------------------------------------------

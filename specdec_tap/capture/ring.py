@@ -27,10 +27,11 @@ WORKER_COUNTERS = (
     "skipped_consent",
     "skipped_unsupported",  # multimodal or embedding prompts: positions are not tokens
     "skipped_paused",
-    "dropped_ring_full",  # ring or message queue had no room: the writer is behind or stopped
-    "dropped_writer_lost",  # the writer died while it held the request
-    "dropped_hook_error",
-    "dropped_announced",  # dropped by the worker after it had announced them (part of the three above)
+    "dropped_ring_full",  # before it was announced: the writer is behind or stopped
+    "dropped_hook_error",  # before it was announced
+    "dropped_writer_lost",  # the writer died while it held the request, or there was none
+    "announced_lost",  # those of the line above that had been announced
+    "given_up",  # announced requests that the worker gave up; the writer counts them, with the reason
     "hook_errors",
     "writer_restarts",
     "steps",
@@ -39,6 +40,9 @@ WORKER_COUNTERS = (
 )
 WRITER_COUNTERS = (
     "requests_sealed",
+    "dropped_ring_full",  # after it was announced: rows were missing
+    "dropped_hook_error",
+    "dropped_weights_changed",  # the engine's weights were replaced while it ran
     "dropped_misaligned",
     "dropped_non_finite",
     "dropped_io_error",
@@ -54,13 +58,14 @@ WRITER_COUNTERS = (
     "stored_bytes",
     "steps_handled",
     "announced_seen",
+    "controls_done",
     "shards_sealed",
     "retired_bytes",
 )
 WRITER_OUTCOMES = tuple(
     name for name in WRITER_COUNTERS if name == "requests_sealed" or name.startswith(("dropped_", "skipped_"))
 )
-"""Every announced request ends in exactly one of these, unless the worker drops it."""
+"""Every announced request ends in exactly one of these, unless its writer dies (``dropped_writer_lost``)."""
 
 
 class Ring:

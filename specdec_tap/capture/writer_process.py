@@ -2,20 +2,23 @@
 
 Started by the worker as ``python -m specdec_tap.capture.writer_process SOCKET_FD RING_FD RING_BYTES``.
 It never imports torch or vllm. It lives until the worker closes the socket, then seals what it holds;
-signals that end the server do not end it (it has a session of its own).
+signals that end the server do not end it (it has a session of its own). One thread does everything: encoding
+runs at about 1 GB/s of states, which is 17,000 tokens/s for a hidden size of 7168.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
 import socket
 import sys
+import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,14 +29,23 @@ from ..shards.codec import encode_block
 from ..shards.layout import BlockRef, RecordMeta, ShardHeader
 from ..shards.writer import ShardWriter
 from . import protocol
-from .assembler import Assembler, NewRequest, SinkError
+from .assembler import GRANULE, Assembler, NewRequest, SinkError
+from .retention import end_dead_streams, enforce, write_status
 from .ring import Ring
+from .status import SERVER_ID_VARIABLE, STATUS_NAME
 
 logger = logging.getLogger("specdec_tap.writer")
 
-STATUS_NAME = ".status.json"
 STATUS_INTERVAL_S = 1.0
+RETENTION_INTERVAL_S = 5.0
 RETRY_INTERVAL_S = 2.0
+MAX_ERRORS = 100
+"""Messages that may fail (a bug) before the process gives up and is replaced."""
+MIN_INDEX_TOKENS = 1 << 16
+
+
+class StreamGoneError(Exception):
+    """The stream's folder was removed: only a new stream can go on."""
 
 
 class ShardSink:
@@ -68,15 +80,27 @@ class ShardSink:
             self.writer.append_record(record)
         except (OSError, SpecdecTapError) as err:
             raise self._failed(err) from err
+        self.last_error = None
+
+    def attempt(self, action: Callable[[], Any]) -> None:
+        """Do something on the disk that no request waits for; a failure is noted."""
+        try:
+            action()
+        except (OSError, SpecdecTapError) as err:
+            self.note(err)
+
+    def note(self, err: Exception) -> None:
+        """Remember an error and say it once."""
+        if str(err) != self.last_error:
+            logger.error("cannot store captured states, requests are dropped until it works again: %s", err)
+        self.last_error = str(err)
 
     def _check(self) -> None:
         if time.monotonic() < self._retry_at:
             raise SinkError(self.last_error)
 
     def _failed(self, err: Exception) -> SinkError:
-        if str(err) != self.last_error:
-            logger.error("cannot store captured states, requests are dropped until it works again: %s", err)
-        self.last_error = str(err)
+        self.note(err)
         self._retry_at = time.monotonic() + RETRY_INTERVAL_S
         return SinkError(str(err))
 
@@ -88,9 +112,12 @@ class Writer:
         self.config = TapConfig.from_json(hello["config"])
         self.header = ShardHeader.from_json(hello["header"])
         self.ring = ring
+        self.state: dict[str, Any] = hello["state"]
         self.started = time.time()
         self.sink = ShardSink(self.config, self.header, ring)
         self.layers = self.header.num_aux + 1
+        # The engine's cache blocks must be multiples of a granule; where they are tiny, some hits are gaps.
+        granule = math.gcd(GRANULE, int(hello["cache_block_tokens"]))
         self.assembler = Assembler(
             self.sink,
             num_layers=self.layers,
@@ -102,13 +129,24 @@ class Writer:
             response_window=self.config.response_window,
             min_tokens=self.config.min_tokens,
             max_tokens=self.config.max_tokens,
-            max_index_tokens=int(hello["max_index_tokens"]),
+            max_index_tokens=index_tokens(int(hello["cache_tokens"])),
+            granule=granule if granule >= 4 else GRANULE,
         )
         self.status_path = self.config.dir / self.header.stream / STATUS_NAME
-        self._status_at = 0.0
-        self._retention_at = 0.0
+        self._status_at = self._retention_at = 0.0
+        self._num_errors = self._num_sealed = 0
 
     def handle(self, message: bytes) -> None:
+        """Do what a message says; a bug in that costs what the message was about, not the process."""
+        try:
+            self._handle(message)
+        except Exception:
+            self._num_errors += 1
+            logger.exception("a message of kind %d could not be handled", message[0])
+            if self._num_errors >= MAX_ERRORS:
+                raise
+
+    def _handle(self, message: bytes) -> None:
         kind = message[0]
         if kind == protocol.STEP:
             step = protocol.unpack_step(message)
@@ -118,21 +156,23 @@ class Writer:
                 self.ring.release(step.end)
                 self.ring.writer.add("steps_handled")
         elif kind == protocol.FINISH:
-            for handle in protocol.unpack_handles(message):
+            for handle in protocol.unpack_handles(message)[0]:
                 self.assembler.on_finish(handle)
         elif kind == protocol.NEW:
             self._on_new(protocol.unpack_json(message))
         elif kind == protocol.DROP:
-            for handle in protocol.unpack_handles(message):
-                self.assembler.drop(handle, None)
+            handles, reason = protocol.unpack_handles(message)
+            for handle in handles:
+                self.assembler.drop(handle, reason)
         elif kind == protocol.CONTROL:
             self._on_control(protocol.unpack_json(message))
         else:
             raise AssertionError(f"unknown message kind {kind}")
 
     def _on_new(self, new: dict[str, Any]) -> None:
-        ids = self.ring.data[new["offset"] : new["offset"] + 4 * new["num_prompt_tokens"]]
-        prompt = ids.view(np.int32).copy()
+        num_prompt, num_stops = new["num_prompt_tokens"], new["num_stop_tokens"]
+        ids = self.ring.data[new["offset"] : new["offset"] + 4 * (num_prompt + num_stops)].view(np.int32)
+        prompt, stops = ids[:num_prompt].copy(), frozenset(ids[num_prompt:].tolist())
         self.ring.release(new["end"])
         self.ring.writer.add("announced_seen")
         self.assembler.on_new(
@@ -140,60 +180,82 @@ class Writer:
                 handle=new["handle"],
                 request_id=new["request_id"],
                 prompt_token_ids=prompt,
-                stop_token_ids=frozenset(new["stop_token_ids"]),
+                stop_token_ids=stops,
                 max_response_tokens=new["max_response_tokens"],
                 sampling=new["sampling"],
                 lora=new["lora"],
-                salt=(new["lora"] or "").encode(),
+                salt=new["salt"].encode("utf-8", "surrogatepass"),
             )
         )
 
     def _on_step(self, step: protocol.Step) -> None:
-        num_requests = len(step.handles)
-        item = self.header.bits_dtype.itemsize
-        layout = protocol.StepLayout(
-            self.layers, self.header.hidden_size, item, step.num_rows, num_requests, step.num_columns
-        )
+        _, _, num_rows, num_requests, num_columns = step
+        bits, hidden = self.header.bits_dtype, self.header.hidden_size
+        layout = protocol.StepLayout(self.layers, hidden, bits.itemsize, num_rows, num_requests, num_columns)
         offsets = layout.offsets()
         data = self.ring.data[step.offset : step.offset + offsets[-1]]
 
         def array(i: int, dtype: Any, *shape: int) -> np.ndarray:
-            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            size = math.prod(shape) * np.dtype(dtype).itemsize
             return data[offsets[i] : offsets[i] + size].view(dtype).reshape(shape)
 
         self.assembler.on_step(
-            step.handles,
-            step.query_start_loc,
-            array(1, np.int64, step.num_rows),
-            array(2, np.int32, step.num_rows),
-            array(0, self.header.bits_dtype, self.layers, step.num_rows, self.header.hidden_size),
-            array(3, np.int32, num_requests, step.num_columns),
+            array(5, np.uint64, num_requests),
+            array(6, np.int32, num_requests + 1),
+            array(1, np.int64, num_rows),
+            array(2, np.int32, num_rows),
+            array(0, bits, self.layers, num_rows, hidden),
+            array(3, np.int32, num_requests, num_columns),
             array(4, np.int32, num_requests),
         )
 
     def _on_control(self, control: dict[str, Any]) -> None:
-        if control["action"] in ("flush", "rotate"):
-            try:
-                getattr(self.sink.writer, control["action"])()
-            except (OSError, SpecdecTapError) as err:
-                self.sink._failed(err)
+        action = control["action"]
+        if action == "cache":
+            self.assembler.size_index(index_tokens(control["tokens"]))
+        elif action == "state":
+            self.state = {name: control[name] for name in self.state}
+        elif action == "flush":
+            self.sink.attempt(self.sink.writer.flush)
+        elif action == "rotate":
+            self.sink.attempt(self.sink.writer.rotate)
+        else:
+            raise AssertionError(f"unknown control {action!r}")
+        self.ring.writer.add("controls_done")
         self._status_at = 0.0
 
     def tick(self, *, closed: bool = False) -> None:
-        """About once a second: age out shards, keep the folder in bounds, publish the status file."""
+        """About once a second: age out shards, keep the folder in bounds, publish the status file.
+
+        Raises:
+            StreamGoneError: Somebody removed the stream's folder.
+        """
         now = time.monotonic()
         if now < self._status_at and not closed:
             return
         self._status_at = now + STATUS_INTERVAL_S
         if not closed:
-            try:
-                self.sink.writer.flush()
-            except (OSError, SpecdecTapError) as err:
-                self.sink._failed(err)
+            self.sink.attempt(self.sink.writer.flush)
+        config = self.config
+        if now >= self._retention_at and (config.max_bytes is not None or config.max_age_s is not None):
+            self._retention_at = now + RETENTION_INTERVAL_S
+            self.sink.attempt(self._enforce)
+        sealed = self.sink.writer.shard - 1
+        self.ring.writer.add("shards_sealed", sealed - self._num_sealed)
+        self._num_sealed = sealed
         try:
             write_status(self.status_path, self.status(closed))
+        except FileNotFoundError as err:
+            raise StreamGoneError(f"{str(self.status_path.parent)!r} was removed") from err
         except OSError as err:
-            self.sink._failed(err)
+            self.sink.note(err)
+
+    def _enforce(self) -> None:
+        config, stream = self.config, self.header.stream
+        for gone in enforce(config.dir, stream, max_bytes=config.max_bytes, max_age_s=config.max_age_s):
+            self.ring.writer.add("retired_bytes", gone.num_bytes)
+            if gone.stream == stream:
+                self.assembler.forget_shard(gone.shard)
 
     def status(self, closed: bool) -> dict[str, Any]:
         try:
@@ -204,6 +266,8 @@ class Writer:
             "stream": self.header.stream,
             "pid": os.getpid(),
             "closed": closed,
+            "server_id": os.environ.get(SERVER_ID_VARIABLE),
+            **self.state,
             "started_unix_s": self.started,
             "updated_unix_s": time.time(),
             "worker": self.ring.worker.snapshot(),
@@ -212,6 +276,8 @@ class Writer:
             "ring_bytes": self.ring.size,
             "ring_used_bytes": self.ring.used_bytes_now(),
             "disk_free_bytes": free,
+            "min_free_bytes": self.config.min_free_bytes,
+            "max_bytes": self.config.max_bytes,
             "last_error": self.sink.last_error,
             "engine": dict(self.header.engine),
             "aux_layer_ids": list(self.header.aux_layer_ids),
@@ -220,22 +286,37 @@ class Writer:
     def close(self) -> None:
         """Seal everything; the worker is gone."""
         self.assembler.on_end()
-        try:
-            self.sink.writer.close()
-        except (OSError, SpecdecTapError) as err:
-            self.sink._failed(err)
+        self.sink.attempt(self.sink.writer.close)
         self.tick(closed=True)
 
 
-def write_status(path: Path, status: dict[str, Any]) -> None:
-    """Replace the status file in one step, mode 0600."""
-    temp = path.with_suffix(".tmp")
-    fd = os.open(temp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-    try:
-        os.write(fd, json.dumps(status).encode())
-    finally:
-        os.close(fd)
-    temp.replace(path)
+def index_tokens(cache_tokens: int) -> int:
+    """How many tokens the prefix index remembers: what the engine's cache holds, and as much again.
+
+    Example:
+        >>> index_tokens(1_000_000), index_tokens(0)
+        (2000000, 0)
+    """
+    return max(2 * cache_tokens, MIN_INDEX_TOKENS) if cache_tokens else 0
+
+
+def serve(channel: socket.socket, writer: Writer) -> None:
+    """Handle messages until the worker closes its end, then seal."""
+    channel.settimeout(STATUS_INTERVAL_S)
+    writer.tick()
+    while True:
+        try:
+            message = channel.recv(protocol.MAX_MESSAGE_BYTES)
+        except TimeoutError:
+            writer.tick()
+            continue
+        except ConnectionResetError:
+            break
+        if not message:
+            break
+        writer.handle(message)
+        writer.tick()
+    writer.close()
 
 
 def main(argv: list[str]) -> int:
@@ -255,22 +336,13 @@ def main(argv: list[str]) -> int:
     except (OSError, SpecdecTapError) as err:
         channel.send(json.dumps({"error": str(err)}).encode())
         return 1
-    writer.tick()
     channel.send(b'{"error":null}')
-    channel.settimeout(STATUS_INTERVAL_S)
-    while True:
-        try:
-            message = channel.recv(protocol.MAX_MESSAGE_BYTES)
-        except TimeoutError:
-            writer.tick()
-            continue
-        except ConnectionResetError:
-            break
-        if not message:
-            break
-        writer.handle(message)
-        writer.tick()
-    writer.close()
+    threading.Thread(target=end_dead_streams, args=(writer.config.dir,), daemon=True).start()
+    try:
+        serve(channel, writer)
+    except StreamGoneError as err:
+        logger.error("%s; what this writer held is lost, a new one starts", err)
+        return 1
     done = ring.writer
     logger.info(
         "sealed %s requests, %s tokens, %.1f MB", f"{done.get('requests_sealed'):,}",

@@ -17,7 +17,7 @@ from ..errors import ConfigError, InputError, SpecdecTapError, UnsupportedVllmEr
 from ..shards.layout import ShardHeader, TargetInfo
 from ..target import file_sha256, save_target
 from .support import version_problem, version_warning
-from .tap import Tap
+from .tap import Limits, Tap
 
 logger = logging.getLogger("vllm.specdec_tap")
 
@@ -31,11 +31,28 @@ class Plan:
     """``v1`` or ``v2``: the model runner that is really in use."""
     own_flag: bool = False
     """Whether a drafter of the server itself asked for aux states."""
+    attached: bool = False
+    """The model gives aux states for the tap, on every rank."""
     tap: Tap | None = None
+    """On the one rank that captures."""
+    state: Any = None
+    """The forward's outputs, between entering ``sample_tokens`` and sampling."""
     tap_slots: tuple[int, ...] = ()
     """Which of the model's aux outputs the tap keeps."""
     own_slots: tuple[int, ...] | None = None
     """Which of them the server's own drafter expects; None when it expects none."""
+    num_reloads: int = 0
+
+    def weights_changed(self, path: str | None) -> None:
+        """The engine's weights were replaced: begin a stream under a revision of its own."""
+        assert self.tap is not None, "only the capturing rank is told"
+        self.num_reloads += 1
+        revision = f"{Path(path).name}+" if path else ""
+        try:
+            self.tap.on_weights_changed(f"{revision}reload{self.num_reloads}")
+        except SpecdecTapError as err:  # capture must not mix weights, and serving must go on
+            self.tap.active = False
+            logger.error("capture is off for this process: %s; serving continues", err)
 
 
 def make_plan(vllm_config: Any, runner: str) -> Plan | None:
@@ -61,8 +78,8 @@ def refuse(config: TapConfig, reason: str) -> None:
     """Stop the start-up (strict) or say once that this server does not capture."""
     if config.strict:
         raise UnsupportedVllmError(
-            f"{reason}; serve without capture by unsetting SPECDEC_TAP_DIR, or set strict to false to be told "
-            "and served anyway"
+            f"{reason}; serve without capture by unsetting SPECDEC_TAP_DIR, or set strict to false to be "
+            "told and served anyway"
         )
     logger.error("capture is off for this server: %s; serving continues", reason)
 
@@ -89,10 +106,8 @@ def why_not(vllm_config: Any, runner: str) -> str | None:
             return f"{name} is {getattr(parallel, name)}: rows are split over ranks; set it to 1 to capture"
     if parallel.pipeline_parallel_size > 1 and runner == "v1":
         return (
-            "pipeline_parallel_size is {} on the V1 runner, which does not relay aux hidden states; use the V2 "
-            "runner (VLLM_USE_V2_MODEL_RUNNER=1) or tensor parallelism".format(
-                parallel.pipeline_parallel_size
-            )
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size} on the V1 runner, which does not "
+            "relay aux hidden states; use the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1) or tensor parallelism"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and getattr(speculative, "method", None) == "extract_hidden_states":
@@ -122,8 +137,8 @@ def choose_layers(plan: Plan, model: Any, vllm_config: Any) -> tuple[int, ...]:
     if wrong:
         origin = "aux_layer_ids" if asked else "the model's default aux_layer_ids"
         raise ConfigError(
-            f"{origin} {list(ids)}: {wrong} outside 1 to {num_layers} (id i is the residual stream entering layer "
-            f"i; {num_layers} is the stream after the last layer); set aux_layer_ids to ids in that range"
+            f"{origin} {list(ids)}: {wrong} outside 1 to {num_layers} (id i is the residual stream entering "
+            f"layer i; {num_layers} is the stream after the last layer); set aux_layer_ids to such ids"
         )
     own = tuple(sorted(set(_current_layers(model)))) if plan.own_flag else ()
     union = tuple(sorted({*ids, *own}))
@@ -157,7 +172,7 @@ def is_capture_rank() -> bool:
     return get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank
 
 
-def make_tap(plan: Plan, vllm_config: Any, aux_layer_ids: tuple[int, ...]) -> Tap:
+def make_tap(plan: Plan, vllm_config: Any, aux_layer_ids: tuple[int, ...], device: Any) -> Tap:
     """Start the writer process for this rank and save what training needs of the target."""
     config, model_config = plan.config, vllm_config.model_config
     checkpoint = checkpoint_dir(model_config)
@@ -166,23 +181,25 @@ def make_tap(plan: Plan, vllm_config: Any, aux_layer_ids: tuple[int, ...]) -> Ta
     scheduler = vllm_config.scheduler_config
     speculative = vllm_config.speculative_config
     cache = vllm_config.cache_config
-    index_tokens = 0
-    if cache.enable_prefix_caching:
-        index_tokens = max(2 * (cache.num_gpu_blocks or 0) * cache.block_size, 1 << 22)
     drafts = speculative.num_speculative_tokens if speculative is not None else 0
-    tap = Tap(
-        config,
-        header,
+
+    def cache_tokens() -> int:
+        return (cache.num_gpu_blocks or 0) * cache.block_size if cache.enable_prefix_caching else 0
+
+    limits = Limits(
         max_rows=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * (1 + drafts)),
         max_requests=scheduler.max_num_seqs,
         max_columns=1 + drafts,
         max_model_len=model_config.max_model_len,
-        max_index_tokens=index_tokens,
+        cache_tokens=cache_tokens,
+        cache_block_tokens=cache.block_size,
     )
+    tap = Tap(config, header, limits, device)
     row_bytes = header.raw_bytes(1, 1)
     logger.info(
         "capturing aux layers %s of %s to %s (stream %s, %s runner, %s bytes/token raw)",
-        list(aux_layer_ids), header.target.name, config.dir, tap.header.stream, plan.runner, f"{row_bytes:,}",
+        list(aux_layer_ids), header.target.name, config.dir, tap.channel.header.stream, plan.runner,
+        f"{row_bytes:,}",
     )  # fmt: skip
     if checkpoint is not None:
         threading.Thread(
@@ -193,7 +210,8 @@ def make_tap(plan: Plan, vllm_config: Any, aux_layer_ids: tuple[int, ...]) -> Ta
         ).start()
     else:
         logger.warning(
-            "no local checkpoint of %s was found, so %s is not written; name one with 'specdec-tap train --target'",
+            "no local checkpoint of %s was found, so %s is not written; name one with "
+            "'specdec-tap train --target'",
             model_config.model, config.dir / "target",
         )  # fmt: skip
     return tap
@@ -280,8 +298,8 @@ def check_same_target(target_dir: Path, target: TargetInfo) -> None:
     config_file = target_dir / "config.json"
     if config_file.is_file() and file_sha256(config_file) != target.config_sha256:
         raise ConfigError(
-            f"dir is {str(target_dir.parent)!r}, which holds shards of another target (its target/config.json is "
-            f"not {target.name}'s); choose another folder for this model"
+            f"dir is {str(target_dir.parent)!r}, which holds shards of another target (its "
+            f"target/config.json is not {target.name}'s); choose another folder for this model"
         )
 
 
@@ -294,12 +312,14 @@ def _save_target(checkpoint: Path, target_dir: Path) -> None:
         )
 
 
-def attach(plan: Plan, model: Any, vllm_config: Any) -> None:
+def attach(plan: Plan, model: Any, runner: Any) -> None:
     """After the model is loaded: set its aux layers and, on the capturing rank, start the tap."""
+    plan.own_flag = runner.use_aux_hidden_state_outputs
     try:
-        ids = choose_layers(plan, model, vllm_config)
+        ids = choose_layers(plan, model, runner.vllm_config)
+        plan.attached = True
         if is_capture_rank():
-            plan.tap = make_tap(plan, vllm_config, ids)
+            plan.tap = make_tap(plan, runner.vllm_config, ids, runner.device)
     except SpecdecTapError as err:
         if plan.config.strict or isinstance(err, ConfigError):
             raise

@@ -1,7 +1,7 @@
-"""Patches vLLM's model runners, at the moment vLLM itself imports them.
+"""Patches vLLM's model runners and workers, at the moment vLLM itself imports them.
 
 A plugin is loaded in every process, the API server too; importing a model runner there would cost
-seconds and memory. So a finder at the front of ``sys.meta_path`` waits for the two modules.
+seconds and memory. So a finder at the front of ``sys.meta_path`` waits for their modules.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _PATCHES = {
     "vllm.v1.worker.gpu_model_runner": ("specdec_tap.vllm_plugin.runner_v1", "patch"),
     "vllm.v1.worker.gpu.model_runner": ("specdec_tap.vllm_plugin.runner_v2", "patch"),
+    "vllm.v1.worker.worker_base": ("specdec_tap.vllm_plugin.rpc", "patch_worker_base"),
+    "vllm.v1.worker.gpu_worker": ("specdec_tap.vllm_plugin.rpc", "patch_worker"),
 }
 _MARK = "_specdec_tap_patched"
 

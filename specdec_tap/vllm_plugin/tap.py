@@ -3,8 +3,7 @@
 Order of calls for one engine step, all on the worker's thread::
 
     on_schedule(scheduler_output)   before the forward: who is new, who is finished
-    begin_step(view)                after the forward: copy the rows into the ring
-    end_step(sampled, num_sampled)  after sampling: copy the sampled ids, publish one message
+    on_step(make_step)              after sampling: copy rows and sampled ids into the ring, publish them
 
 Any exception is caught at this boundary (:func:`guarded`): it is counted, the requests it may have
 spoilt are dropped whole, and serving goes on. A tap that keeps failing turns itself off.
@@ -13,15 +12,9 @@ spoilt are dropped whole, and serving goes on. A tap that keeps failing turns it
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,21 +24,24 @@ import torch
 import xxhash
 
 from ..capture import protocol
-from ..capture.ring import CONTROL_BYTES, WRITER_OUTCOMES, Ring
+from ..capture.ring import WRITER_OUTCOMES, Ring
 from ..config import TapConfig
 from ..errors import ConfigError
 from ..shards.layout import MAX_REQUEST_ID_CHARS, ShardHeader
+from .channel import WriterChannel
+from .staging import StepRows, make_stager
 
 logger = logging.getLogger("vllm.specdec_tap")  # inside vLLM only the "vllm" logger has a handler
 
 MAX_FAILURES = 20
-WRITER_START_TIMEOUT_S = 60.0
-RESTART_INTERVAL_S = 5.0
+SILENT_REQUESTS = 32
+"""After so many finished requests without a single captured step, something is wrong."""
 WARMUP_PREFIXES = ("_warmup_", "_v2_mixed_warmup")
+SAMPLING_FACTS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
 
 
 @dataclass(slots=True)
-class StepView:
+class EngineStep:
     """One step of either model runner, rows not yet overwritten by the next forward.
 
     Args:
@@ -55,6 +51,10 @@ class StepView:
         input_ids: ``[>= rows]``, as the forward used them.
         states: One ``[>= rows, H]`` tensor per aux layer, then the post-norm final state. Rows past
             ``query_start_loc[R]`` are padding.
+        sampled: ``[>= R, S]`` token ids; without ``num_sampled``, -1 marks rejected drafts.
+        num_sampled: ``[>= R]``: how many of them are valid (V2), or None (V1).
+        unfinished: bool ``[R]`` on the host (V1): prefill chunks that are not the last one, so that what was
+            sampled for them means nothing.
     """
 
     req_ids: list[str]
@@ -62,21 +62,27 @@ class StepView:
     positions: torch.Tensor
     input_ids: torch.Tensor
     states: list[torch.Tensor]
+    sampled: torch.Tensor
+    num_sampled: torch.Tensor | None = None
+    unfinished: np.ndarray | None = None
 
 
-class _Pending:
-    __slots__ = ("handles", "head", "num_rows", "offset", "starts")
+@dataclass(kw_only=True, slots=True)
+class Limits:
+    """What the engine may do at most; sizes the ring and the index of prefixes."""
 
-    def __init__(
-        self, head: int, offset: int, num_rows: int, handles: np.ndarray, starts: np.ndarray
-    ) -> None:
-        self.head, self.offset, self.num_rows, self.handles, self.starts = (
-            head,
-            offset,
-            num_rows,
-            handles,
-            starts,
-        )
+    max_rows: int
+    """Rows of one step: the scheduler's token budget."""
+    max_requests: int
+    """Requests of one step."""
+    max_columns: int
+    """Tokens that one request can get from one step: 1 + draft tokens."""
+    max_model_len: int
+    """Prompt + response, in tokens."""
+    cache_tokens: Callable[[], int]
+    """Tokens that vLLM's prefix cache holds: 0 when it is off, and until its size is known."""
+    cache_block_tokens: int
+    """Tokens of one block of that cache."""
 
 
 def guarded(method: Callable[..., Any]) -> Callable[..., None]:
@@ -101,235 +107,215 @@ class Tap:
 
     Args:
         config: Checked settings.
-        header: What every shard of this stream will say of itself.
-        max_rows: Most rows that one step can have (the scheduler's token budget).
-        max_requests: Most requests in one batch.
-        max_columns: Most tokens that one request can get from one step (1 + draft tokens).
-        max_model_len: The engine's limit on prompt + response.
-        max_index_tokens: Tokens that vLLM's prefix cache can hold; 0 when it is off.
+        header: What every shard of this worker's streams will say of itself.
+        limits: Of the engine.
+        device: Where the model runs.
 
     Raises:
         ConfigError: The ring cannot hold one step, or the writer process cannot start.
     """
 
-    def __init__(
-        self,
-        config: TapConfig,
-        header: ShardHeader,
-        *,
-        max_rows: int,
-        max_requests: int,
-        max_columns: int,
-        max_model_len: int,
-        max_index_tokens: int,
-    ) -> None:
-        self.config, self.header = config, header
-        self._layers = header.num_aux + 1
+    def __init__(self, config: TapConfig, header: ShardHeader, limits: Limits, device: torch.device) -> None:
+        self.config, self.limits = config, limits
+        self.rate = config.sample_rate
+        self.paused = False
+        self.active = True
+        self._layers, self._hidden = header.num_aux + 1, header.hidden_size
         self._item = header.bits_dtype.itemsize
-        self._max_columns = max_columns
-        self._max_model_len = max_model_len
-        self._max_index_tokens = max_index_tokens
-        step_bytes = self._layout(max_rows, max_requests, max_columns).offsets()[-1] + 4 * max_model_len
-        size = config.ring_bytes or max(4 * step_bytes, 64 << 20)
-        if size < step_bytes:
+        step = self._layout(limits.max_rows, limits.max_requests, limits.max_columns).offsets()[-1]
+        least = step + 4 * limits.max_model_len
+        size = config.ring_bytes or max(4 * least, 64 << 20)
+        if size < least:
             raise ConfigError(
-                f"ring_bytes is {size:,} but one step of {max_rows:,} tokens takes {step_bytes:,}; set it to "
-                f"{4 * step_bytes:,} or leave it at 0"
+                f"ring_bytes is {size:,} but one step of {limits.max_rows:,} tokens takes {least:,}; set it "
+                f"to {4 * least:,} or leave it at 0"
             )
         self.ring = Ring.create(size)
-        self._bytes = torch.frombuffer(self.ring.buffer, dtype=torch.uint8)[CONTROL_BYTES:]
-        self._dtype = getattr(torch, header.dtype)
+        self._count = self.ring.worker.add
+        self._stager = make_stager(self.ring, getattr(torch, header.dtype), step, device)
         self._salt = os.urandom(8)
         self._handles: dict[str, int] = {}  # request id -> handle; 0: not captured
         self._next_handle = 1
         self._batch_ids: list[str] = []
         self._batch_handles = np.zeros(0, np.uint64)
-        self._outbox: deque[bytes] = deque()
-        self._pending: _Pending | None = None
         self._failures = 0
-        self.paused = False
-        self.active = True
-        self._socket: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._rank_label = "r{}".format(header.engine.get("dp_rank", 0))
-        self._start_writer()
+        self._loss_counted = False
+        self._num_silent = 0
+        self._num_controls = 0
+        self._cache_told = False
+        self.channel = WriterChannel(self.ring, header, self._hello)
+
+    def _hello(self) -> dict[str, Any]:
+        limits = self.limits
+        return {
+            "config": self.config.to_json(),
+            "state": self._state(),
+            "cache_tokens": limits.cache_tokens(),
+            "cache_block_tokens": limits.cache_block_tokens,
+        }
 
     def _layout(self, num_rows: int, num_requests: int, num_columns: int) -> protocol.StepLayout:
         return protocol.StepLayout(
-            self._layers, self.header.hidden_size, self._item, num_rows, num_requests, num_columns
+            self._layers, self._hidden, self._item, num_rows, num_requests, num_columns
         )
-
-    def _view(self, offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        size = dtype.itemsize
-        for dim in shape:
-            size *= dim
-        return self._bytes[offset : offset + size].view(dtype).view(shape)
 
     # -- hooks --------------------------------------------------------------------------------------
 
     @guarded
     def on_schedule(self, scheduler_output: Any) -> None:
         """Note new and finished requests before the forward of this step."""
-        if self._pending is not None:  # sampling never ran for the last forward
-            self.ring.rewind(self._pending.head)
-            self._drop_handles(self._pending.handles, "dropped_hook_error")
-            self._pending = None
+        channel = self.channel
+        if channel.lost:
+            self._writer_lost()
+        if not self._cache_told:  # only now is the engine's cache sized
+            self._cache_told = True
+            self._control({"action": "cache", "tokens": self.limits.cache_tokens()})
         finished = scheduler_output.finished_req_ids
         if finished:
             handles = [h for r in finished if (h := self._handles.pop(r, 0))]
-            if handles:
-                self._outbox.append(protocol.pack_handles(protocol.FINISH, handles))
-        if self._outbox:
-            self._send_outbox()
+            for message in protocol.pack_handles(protocol.FINISH, handles):
+                channel.post(message)
+            self._watch_silence(len(handles))
         for new in scheduler_output.scheduled_new_reqs:
             # The V2 runner sends a resumed request as a new one, and warms up with made-up requests.
             if new.req_id not in self._handles and not new.req_id.startswith(WARMUP_PREFIXES):
                 self._announce(new)
+        channel.pump()
 
     @guarded
-    def begin_step(self, view: StepView) -> None:
-        """Copy this step's rows into the ring before anything overwrites them."""
-        handles = self._handles_of(view.req_ids)
-        starts = view.query_start_loc
-        num_rows = int(starts[-1])
-        captured = handles != 0
-        rows: torch.Tensor | None = None
-        if not captured.all():
-            counts = np.diff(starts)
-            rows = torch.from_numpy(np.flatnonzero(np.repeat(captured, counts)))
-            starts = np.concatenate([[0], np.cumsum(np.where(captured, counts, 0))]).astype(np.int32)
-            num_rows = len(rows)
-        if num_rows == 0:
-            return
-        if self._outbox:  # the writer is behind: what cannot be queued is not waited for
-            self._drop_handles(handles, "dropped_ring_full")
-            return
-        head = self.ring.head
-        # How many columns sampling will have is not known yet; they come last, so the offsets hold.
-        layout = self._layout(num_rows, len(handles), self._max_columns)
-        room = self.ring.allocate(layout.offsets()[-1])
-        if room is None:
-            self._drop_handles(handles, "dropped_ring_full")
-            return
-        offset, _ = room
-        at = layout.offsets()
-        states = self._view(offset, self._dtype, self._layers, num_rows, self.header.hidden_size)
-        positions = self._view(offset + at[1], torch.int64, num_rows)
-        input_ids = self._view(offset + at[2], torch.int32, num_rows)
-        if rows is None:
-            for layer, state in enumerate(view.states):
-                states[layer].copy_(state[:num_rows])
-            positions.copy_(view.positions[:num_rows])
-            input_ids.copy_(view.input_ids[:num_rows])
-        else:
-            for layer, state in enumerate(view.states):
-                torch.index_select(state, 0, rows, out=states[layer])
-            positions.copy_(view.positions[rows])
-            input_ids.copy_(view.input_ids[rows])
-        self._pending = _Pending(head, offset, num_rows, handles, starts)
-
-    @guarded
-    def end_step(self, sampled: torch.Tensor, num_sampled: torch.Tensor | None) -> None:
-        """Add what was sampled and publish the step.
+    def on_step(self, make_step: Callable[[], EngineStep]) -> None:
+        """Copy this step's rows and what was sampled after them into the ring, and publish the step.
 
         Args:
-            sampled: ``[R, S]`` token ids; without ``num_sampled``, -1 marks what is not there.
-            num_sampled: ``[R]`` accepted tokens per request, or None.
+            make_step: Collects the step from the runner; an exception in it is caught like any other here.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
+        view = make_step()
+        handles = self._handles_of(view.req_ids)
+        num_requests, starts, sampled = len(handles), view.query_start_loc, view.sampled
+        captured = np.count_nonzero(handles)
+        if captured == 0:
             return
-        num_requests, columns = len(pending.handles), sampled.shape[1]
-        if columns > self._max_columns or sampled.shape[0] < num_requests:
-            self.ring.rewind(pending.head)
-            raise RuntimeError(f"sampled ids have shape {tuple(sampled.shape)} for {num_requests} requests")
-        layout = self._layout(pending.num_rows, num_requests, columns)
+        num_rows = int(starts[-1])
+        rows: np.ndarray | None = None
+        if captured != num_requests:
+            counts = np.diff(starts)
+            rows = np.flatnonzero(np.repeat(handles != 0, counts))
+            starts = np.concatenate([[0], np.cumsum(np.where(handles != 0, counts, 0))])
+            num_rows = len(rows)
+        if num_rows == 0 or self.channel.lost:
+            return
+        columns = sampled.shape[1]
+        if sampled.shape[0] < num_requests or len(starts) != num_requests + 1:
+            raise RuntimeError(
+                f"{num_requests} requests, but sampled ids {list(sampled.shape)} and {len(starts)} row starts"
+            )
+        layout = self._layout(num_rows, num_requests, columns)
         at = layout.offsets()
-        target = self._view(pending.offset + at[3], torch.int32, num_requests, columns)
-        target.copy_(sampled[:num_requests])
-        counts = self._view(pending.offset + at[4], torch.int32, num_requests)
-        if num_sampled is None:
-            counts.fill_(-1)
-        else:
-            counts.copy_(num_sampled[:num_requests])
-        message = protocol.pack_step(
-            pending.offset, self.ring.head, pending.num_rows, columns, pending.handles, pending.starts
-        )
-        self._outbox.append(message)
-        if not self._send_outbox():
-            if self._socket is not None:  # else the writer is lost, and with it everything is counted
-                self._outbox.pop()
-                self.ring.rewind(pending.head)
-                self._drop_handles(pending.handles, "dropped_ring_full")
+        room = self.ring.allocate(at[-1])
+        if room is None:  # the writer is behind: it is not waited for
+            self._give_up(handles, "dropped_ring_full")
+            self.channel.pump()
             return
-        self.ring.worker.add("steps")
-        self.ring.worker.add("rows", pending.num_rows)
+        offset, end = room
+        valid: torch.Tensor | np.ndarray | None = view.num_sampled
+        if valid is None:
+            valid = np.full(num_requests, -1, np.int32)
+            if view.unfinished is not None:
+                valid[view.unfinished] = 0
+        ticket = self._stager.stage(
+            StepRows(layout, view.states, view.positions, view.input_ids, rows, sampled, valid), at, offset
+        )
+        data = self.ring.data
+        begin = offset + at[5]
+        data[begin : begin + 8 * num_requests].view(np.uint64)[:] = handles
+        begin = offset + at[6]
+        data[begin : begin + 4 * num_requests + 4].view(np.int32)[:] = starts
+        step = protocol.Step(offset, end, num_rows, num_requests, columns)
+        self.channel.post(protocol.pack_step(step), ticket)
+        self.channel.pump()
+        self._count("steps")
+        self._count("rows", num_rows)
+
+    @guarded
+    def no_states(self) -> None:
+        """A step came without aux states although the model was told to give them."""
+        raise RuntimeError("the model gave no aux hidden states for this step")
 
     # -- requests -----------------------------------------------------------------------------------
 
     def _announce(self, new: Any) -> None:
         """Decide on a request, once; tell the writer of a captured one."""
-        count = self.ring.worker.add
-        count("requests_started")
+        self._count("requests_started")
         self._handles[new.req_id] = 0
+        try:
+            reason = self._why_not(new) or self._introduce(new)
+        except Exception as err:  # costs this request only
+            reason = "dropped_hook_error"
+            self._note_failure("_announce", err)
+        if reason is not None:
+            self._count(reason)
+
+    def _introduce(self, new: Any) -> str | None:
+        """Send a request's facts to the writer; return the counter of why it could not, or None."""
         params, prompt = new.sampling_params, new.prompt_token_ids
-        if params is None or prompt is None or new.mm_features or new.prompt_embeds is not None:
-            return count("skipped_unsupported")
-        if self.paused:
-            return count("skipped_paused")
-        wish = (params.extra_args or {}).get("specdec_tap")
-        if wish is not None:
-            wanted = str(wish).strip().lower() not in {"0", "false", "off", "no"}
-        else:
-            wanted = self.config.consent == "opt_out"
-        if not wanted:
-            return count("skipped_consent")
-        rate = self.config.sample_rate
-        if rate < 1.0 and xxhash.xxh3_64_intdigest(self._salt + new.req_id.encode()) >= rate * 2.0**64:
-            return count("skipped_sample_rate")
-        if self._socket is None:
-            return count("dropped_writer_lost")
-        head = self.ring.head
-        room = None if self._outbox else self.ring.allocate(4 * len(prompt))
-        if room is None:
-            return count("dropped_ring_full")
-        offset, end = room
-        self.ring.data[offset : offset + 4 * len(prompt)].view(np.int32)[:] = prompt
         stops = set(params.stop_token_ids or ())
         if params.eos_token_id is not None:
             stops.add(params.eos_token_id)
-        limit = self._max_model_len - len(prompt)
+        size = 4 * (len(prompt) + len(stops))
+        room = self.ring.allocate(size)
+        if room is None:
+            return "dropped_ring_full"
+        offset, end = room
+        ids = self.ring.data[offset : offset + size].view(np.int32)
+        ids[: len(prompt)] = prompt
+        ids[len(prompt) :] = sorted(stops)
+        limit = self.limits.max_model_len - len(prompt)
         handle = self._next_handle
         self._next_handle += 1
         lora = new.lora_request
-        message = protocol.pack_json(
-            protocol.NEW,
-            {
-                "handle": handle,
-                "request_id": new.req_id[:MAX_REQUEST_ID_CHARS],
-                "offset": offset,
-                "num_prompt_tokens": len(prompt),
-                "end": end,
-                "stop_token_ids": sorted(stops),
-                "max_response_tokens": min(params.max_tokens or limit, limit),
-                "sampling": {
-                    key: value
-                    for key in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
-                    if (value := getattr(params, key, None)) is not None
-                },
-                "lora": None if lora is None else str(lora.lora_name)[:256],
+        message = {
+            "handle": handle,
+            "request_id": new.req_id[:MAX_REQUEST_ID_CHARS],
+            "offset": offset,
+            "end": end,
+            "num_prompt_tokens": len(prompt),
+            "num_stop_tokens": len(stops),
+            "max_response_tokens": min(params.max_tokens or limit, limit),
+            "sampling": {
+                key: value for key in SAMPLING_FACTS if (value := getattr(params, key, None)) is not None
             },
-        )
-        self._outbox.append(message)
-        if not self._send_outbox():
-            if self._socket is None:
-                return count("dropped_writer_lost")
-            self._outbox.pop()
-            self.ring.rewind(head)
-            return count("dropped_ring_full")
+            "lora": None if lora is None else str(lora.lora_name)[:256],
+            # Two adapters may have had one name at different times.
+            "salt": "" if lora is None else f"{lora.lora_int_id} {lora.lora_name} {lora.lora_path}"[:4096],
+        }
+        self.channel.post(protocol.pack_json(protocol.NEW, message))
         self._handles[new.req_id] = handle
         self._batch_ids = []
-        count("requests_announced")
+        self._count("requests_announced")
+        return None
+
+    def _why_not(self, new: Any) -> str | None:
+        """Return the counter of the reason why a request is not captured, or None."""
+        params = new.sampling_params
+        if params is None or new.prompt_token_ids is None or new.mm_features:
+            return "skipped_unsupported"
+        if new.prompt_embeds is not None:
+            return "skipped_unsupported"
+        if self.paused:
+            return "skipped_paused"
+        wish = (params.extra_args or {}).get("specdec_tap")
+        if wish is None:
+            wanted = self.config.consent == "opt_out"
+        else:
+            wanted = str(wish).strip().lower() not in {"0", "0.0", "false", "off", "no"}
+        if not wanted:
+            return "skipped_consent"
+        if self.rate < 1.0:
+            share = xxhash.xxh3_64_intdigest(self._salt + new.req_id.encode("utf-8", "replace")) / 2.0**64
+            if share >= self.rate:
+                return "skipped_sample_rate"
+        if self.channel.lost:
+            return "dropped_writer_lost"
         return None
 
     def _handles_of(self, req_ids: list[str]) -> np.ndarray:
@@ -339,123 +325,149 @@ class Tap:
             self._batch_ids = list(req_ids)
         return self._batch_handles
 
-    def _drop_handles(self, handles: np.ndarray, reason: str) -> None:
-        gone = {int(h) for h in handles if h} & set(self._handles.values())
-        if not gone:
-            return
+    def _give_up(self, handles: np.ndarray, reason: str) -> None:
+        """Stop capturing announced requests; the writer drops and counts each unless it is done with it."""
+        gone = {int(h) for h in handles if h}
         for req_id, handle in self._handles.items():
             if handle in gone:
                 self._handles[req_id] = 0
         self._batch_ids = []
-        self.ring.worker.add(reason, len(gone))
-        self.ring.worker.add("dropped_announced", len(gone))
-        self._outbox.append(protocol.pack_handles(protocol.DROP, sorted(gone)))
+        self._count("given_up", len(gone))
+        for message in protocol.pack_handles(protocol.DROP, sorted(gone), reason):
+            self.channel.post(message)
+
+    def _live(self) -> np.ndarray:
+        return np.array([h for h in self._handles.values() if h], np.uint64)
+
+    # -- trouble ------------------------------------------------------------------------------------
 
     def _hook_failed(self, where: str, err: Exception) -> None:
-        self._failures += 1
-        self.ring.worker.add("hook_errors")
         try:
-            if self._pending is not None:
-                self.ring.rewind(self._pending.head)
-                self._pending = None
-            live = np.array([h for h in self._handles.values() if h], np.uint64)
-            self._drop_handles(live, "dropped_hook_error")
+            self._note_failure(where, err)
+            self._give_up(self._live(), "dropped_hook_error")
+            if self._failures >= MAX_FAILURES:
+                self._turn_off(f"capture failed {self._failures} times")
         except Exception:  # still the serving boundary: give up on capture, not on serving
-            self._failures = MAX_FAILURES
+            self.active = False
+            logger.exception("capture is off for this process: it failed while it failed; serving continues")
+
+    def _note_failure(self, where: str, err: Exception) -> None:
+        self._failures += 1
+        self._count("hook_errors")
         if self._failures == 1:
             logger.error(
-                "capture failed in %s; its requests are dropped, serving continues", where, exc_info=err
-            )
-        if self._failures >= MAX_FAILURES:
-            self.active = False
-            logger.error(
-                "capture failed %d times and is off for this process; serving continues", self._failures
+                "capture failed in %s; what it may have spoilt is dropped, serving continues",
+                where,
+                exc_info=err,
             )
 
-    # -- writer process -----------------------------------------------------------------------------
+    def _turn_off(self, reason: str) -> None:
+        self.active = False
+        self._give_up(self._live(), "dropped_hook_error")
+        logger.error("capture is off for this process: %s; serving continues", reason)
+        self._tell_state()
 
-    def _start_writer(self) -> None:
-        """Start a writer process with a stream of its own and wait until it has opened it."""
-        stream = time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + f"-{self._rank_label}-{os.urandom(3).hex()}"
-        self.header = self.header.replace(stream=stream)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
-            command = [sys.executable, "-m", "specdec_tap.capture.writer_process"]
-            command += [str(theirs.fileno()), str(self.ring.fd), str(self.ring.size)]
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(), self.ring.fd),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        hello = {
-            "config": self.config.to_json(),
-            "header": self.header.to_json(),
-            "max_index_tokens": self._max_index_tokens,
-        }
-        try:
-            ours.send(protocol.pack_json(protocol.HELLO, hello))
-            ours.settimeout(WRITER_START_TIMEOUT_S)
-            answer = ours.recv(1 << 16)
-        except OSError as err:
-            ours.close()
-            raise ConfigError(f"the writer process did not start ({err})") from err
-        if not answer or (problem := json.loads(answer)["error"]):
-            ours.close()
-            raise ConfigError(
-                problem if answer else "the writer process ended while it started; see its messages above"
-            )
-        ours.settimeout(None)
-        self._process.wait()  # it forked and left at once; the writer itself is nobody's child
-        self._socket = ours
-
-    def _send_outbox(self) -> bool:
-        """Send what is queued, oldest first. False when something could not be sent now."""
-        channel = self._socket
-        if channel is None:
-            return False
-        while self._outbox:
-            try:
-                channel.send(self._outbox[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                return False
-            except OSError:
-                self._writer_lost()
-                return False
-            self._outbox.popleft()
-        return True
+    def _watch_silence(self, num_finished: int) -> None:
+        """Hooks that are never called (a vLLM that changed) must not look like a quiet server."""
+        if not num_finished or self.ring.worker.get("steps"):
+            return
+        self._num_silent += num_finished
+        if self._num_silent >= SILENT_REQUESTS:
+            self._turn_off(f"{self._num_silent} requests finished and no step of theirs reached the tap")
 
     def _writer_lost(self) -> None:
-        """The writer died: what it held is lost and counted; a new one is started in the background."""
-        self._socket = None
-        live = sum(1 for h in self._handles.values() if h)
-        worker, writer = self.ring.worker, self.ring.writer
-        ended = sum(writer.get(n) for n in WRITER_OUTCOMES)
-        lost = worker.get("requests_announced") - worker.get("dropped_announced") - ended
-        worker.add("dropped_writer_lost", max(lost, 0))
-        worker.add("dropped_announced", max(lost, 0))
-        for req_id in self._handles:
-            self._handles[req_id] = 0
-        self._batch_ids = []
-        self._outbox.clear()
-        logger.error(
-            "the writer process died; %d running requests are dropped, serving continues, a new writer starts",
-            live,
-        )
-        threading.Thread(target=self._restart_writer, name="specdec-tap-restart", daemon=True).start()
+        """The writer died: what it held is lost and counted once; take the new one over when it is there."""
+        if not self._loss_counted:
+            self._loss_counted = True
+            ended = sum(self.ring.writer.get(name) for name in WRITER_OUTCOMES)
+            worker = self.ring.worker
+            # What earlier writers lost was announced too and has no outcome.
+            lost = worker.get("requests_announced") - worker.get("announced_lost") - ended
+            self._count("announced_lost", lost)
+            self._count("dropped_writer_lost", lost)
+            self._handles = dict.fromkeys(self._handles, 0)
+            self._batch_ids = []
+            logger.error(
+                "the writer process died; %d requests are dropped, serving continues, a new writer starts",
+                lost,
+            )
+        if self.channel.adopt():
+            self._loss_counted = False
+            self._num_controls = self.ring.writer.get("controls_done")
+            logger.info("a new writer process captures to stream %s", self.channel.header.stream)
 
-    def _restart_writer(self) -> None:
-        while self.active:
-            try:
-                self.ring.reset()
-                self.ring.worker.add("writer_restarts")
-                self._start_writer()
-                return
-            except Exception as err:  # a thread of its own: report and try again
-                logger.error(
-                    "the writer process cannot be started again (%s); next try in %gs",
-                    err,
-                    RESTART_INTERVAL_S,
-                )
-                time.sleep(RESTART_INTERVAL_S)
+    # -- control, from outside the serving path -------------------------------------------------------
+
+    def on_weights_changed(self, revision: str) -> None:
+        """Other weights give other states: running requests are dropped and a new stream begins.
+
+        Waits until the old stream is sealed; the engine is reloading weights anyway.
+        """
+        if not self.active:
+            return
+        self._give_up(self._live(), "dropped_weights_changed")
+        header = self.channel.header
+        target = {**header.target.to_json(), "revision": revision}
+        self.channel.replace(header.replace(target=type(header.target).from_json(target)))
+        logger.info("the weights changed; capture goes on in stream %s", self.channel.header.stream)
+
+    def control(self, action: str, rate: float | None = None) -> dict[str, Any]:
+        """Pause, resume, change the rate, flush or rotate.
+
+        Args:
+            action: ``pause`` and ``resume`` (new requests only), ``rate``, ``flush`` or ``rotate``.
+            rate: Share of requests to capture from now on, 0 to 1; for ``rate``.
+
+        Returns:
+            :meth:`status` after it. ``flush`` and ``rotate`` are done when its ``controls_done`` reaches
+            ``controls_sent``.
+
+        Raises:
+            ConfigError: Unknown action, or a rate outside 0 to 1.
+        """
+        if action == "rate":
+            if not isinstance(rate, (int, float)) or not 0.0 <= rate <= 1.0:
+                raise ConfigError(f"rate is {rate!r}; expected a number from 0 to 1")
+            self.rate = float(rate)
+        elif action in ("pause", "resume"):
+            self.paused = action == "pause"
+        elif action in ("flush", "rotate"):
+            self._control({"action": action})
+        else:
+            raise ConfigError(
+                f"action is {action!r}; expected one of 'pause', 'resume', 'rate', 'flush', 'rotate'"
+            )
+        self._tell_state()
+        return self.status()
+
+    def status(self) -> dict[str, Any]:
+        """Return what this worker knows of itself, as JSON-able values."""
+        ring = self.ring
+        return {
+            "stream": self.channel.header.stream,
+            "dp_rank": self.channel.header.engine.get("dp_rank", 0),
+            **self._state(),
+            "writer_lost": self.channel.lost,
+            "live_requests": len(self._live()),
+            "known_requests": len(self._handles),
+            "backlog_messages": self.channel.backlog,
+            "ring_bytes": ring.size,
+            "ring_used_bytes": ring.used_bytes_now(),
+            "controls_sent": self._num_controls,
+            "controls_done": ring.writer.get("controls_done"),
+            "worker": ring.worker.snapshot(),
+            "writer": ring.writer.snapshot(),
+        }
+
+    def _state(self) -> dict[str, Any]:
+        return {"active": self.active, "paused": self.paused, "sample_rate": self.rate}
+
+    def _tell_state(self) -> None:
+        self._control({"action": "state", **self._state()})
+
+    def _control(self, message: dict[str, Any]) -> None:
+        if self.channel.lost:
+            return
+        self._num_controls += 1
+        self.channel.post(protocol.pack_json(protocol.CONTROL, message))
+        self.channel.pump()

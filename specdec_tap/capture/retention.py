@@ -1,0 +1,121 @@
+"""Keeps a shards folder inside its bounds of size and age, and ends what dead writers left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import ShardError
+from ..shards.repair import abandoned_journals, is_locked, seal_journal
+from ..shards.writer import LOCK_NAME, SHARD_NAME
+from .status import STATUS_NAME
+
+logger = logging.getLogger("specdec_tap.capture")
+
+
+class Removed(NamedTuple):
+    """A shard that was removed."""
+
+    stream: str
+    shard: int
+    num_bytes: int
+
+
+class _File(NamedTuple):
+    modified_s: float
+    path: Path
+    num_bytes: int
+    sealed: bool
+
+
+def enforce(root: Path, own_stream: str, *, max_bytes: int | None, max_age_s: float | None) -> list[Removed]:
+    """Remove the oldest sealed shards until the folder is inside its bounds.
+
+    Only sealed shards of this writer's stream and of streams without a living writer are removed: another
+    living writer has records in the making that point at its own.
+
+    Args:
+        root: The shards folder.
+        own_stream: Name of the caller's stream.
+        max_bytes: Most bytes of all shards together, journals included; None: no limit.
+        max_age_s: Oldest a sealed shard may get, by its modification time, in seconds; None: no limit.
+
+    Returns:
+        What was removed, oldest first.
+    """
+    files = sorted(_shards(root))
+    total = sum(file.num_bytes for file in files)
+    living: dict[Path, bool] = {}
+    removed = []
+    now = time.time()
+    for file in files:
+        too_old = max_age_s is not None and now - file.modified_s > max_age_s
+        if not file.sealed or not (too_old or (max_bytes is not None and total > max_bytes)):
+            continue
+        folder = file.path.parent
+        if folder.name != own_stream:
+            if folder not in living:
+                living[folder] = is_locked(folder / LOCK_NAME)
+            if living[folder]:
+                continue
+        try:
+            file.path.unlink()
+        except FileNotFoundError:  # another writer was first
+            pass
+        except OSError as err:
+            logger.warning("cannot remove %s (%s)", file.path, err)
+            continue
+        total -= file.num_bytes
+        removed.append(Removed(folder.name, int(file.path.stem), file.num_bytes))
+    return removed
+
+
+def end_dead_streams(root: Path) -> int:
+    """Seal the journals of writers that died and mark their streams closed; returns how many were sealed."""
+    sealed = 0
+    for path in list(abandoned_journals(root)):
+        try:
+            report = seal_journal(path)
+        except (ShardError, OSError) as err:
+            logger.warning("left an abandoned journal as it is: %s", err)
+            continue
+        logger.info("sealed the journal of a writer that died: %s", report)
+        sealed += 1
+        with contextlib.suppress(OSError, ValueError):
+            _mark_closed(path.parent / STATUS_NAME)
+    return sealed
+
+
+def write_status(path: Path, status: dict[str, object]) -> None:
+    """Replace the status file in one step, mode 0600."""
+    temp = path.with_suffix(".tmp")
+    fd = os.open(temp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(fd, json.dumps(status).encode())
+    finally:
+        os.close(fd)
+    temp.replace(path)
+
+
+def _mark_closed(path: Path) -> None:
+    status = json.loads(path.read_text())
+    write_status(path, {**status, "closed": True, "live_requests": 0})
+
+
+def _shards(root: Path) -> Iterator[_File]:
+    """Every shard and journal below a folder; what is no regular file or has another name is left alone."""
+    for folder in os.scandir(root):
+        if not folder.is_dir(follow_symlinks=False):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another writer removed it meanwhile
+            for entry in os.scandir(folder.path):
+                if SHARD_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    info = entry.stat(follow_symlinks=False)
+                    sealed = entry.name.endswith(".safetensors")
+                    yield _File(info.st_mtime, Path(entry.path), info.st_size, sealed)

@@ -1,0 +1,97 @@
+"""What is wrapped in the same way in both of vLLM's model runners."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .hooks import plan_if_configured
+
+if TYPE_CHECKING:
+    from .attach import Plan
+    from .tap import EngineStep
+
+PLAN = "_specdec_tap_plan"
+
+
+def plan_of(runner: Any) -> Plan | None:
+    """Return the runner's plan; None when this engine is not tapped."""
+    return getattr(runner, PLAN, None)
+
+
+def wrap_init(original: Any, name: str) -> Any:
+    """Wrap ``__init__``: read the settings and refuse what cannot be tapped, before any weight is loaded."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        setattr(self, PLAN, plan_if_configured(vllm_config, name))
+        original(self, vllm_config, *args, **kwargs)
+
+    return __init__
+
+
+def wrap_sample(original: Any, step_of: Callable[[Any, Any, tuple[int, ...], Any], EngineStep]) -> Any:
+    """Wrap what samples: by then the step is complete, and the next forward has overwritten nothing.
+
+    Args:
+        original: Returns the sampled ids.
+        step_of: Makes an ``EngineStep`` from the runner, the forward's state, the tap's aux slots and that
+            result.
+    """
+
+    @functools.wraps(original)
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        plan = plan_of(self)
+        if plan is not None and plan.tap is not None and plan.state is not None:
+            state, plan.state = plan.state, None
+            plan.tap.on_step(functools.partial(step_of, self, state, plan.tap_slots, result))
+        return result
+
+    return sample
+
+
+def wrap_sample_tokens(original: Any, replace: Callable[[Any, Any], Any]) -> Any:
+    """Wrap ``sample_tokens``: the server's own drafter must get what it would get without the tap.
+
+    Args:
+        original: The method.
+        replace: Returns a copy of the forward's state with other aux hidden states.
+    """
+
+    @functools.wraps(original)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plan, state = plan_of(self), self.execute_model_state
+        if plan is None or state is None:
+            return original(self, *args, **kwargs)
+        aux = state.aux_hidden_states
+        if aux is None:
+            if plan.tap is not None and state.hidden_states is not None:
+                plan.tap.no_states()
+            return original(self, *args, **kwargs)
+        plan.state = state
+        own = None if plan.own_slots is None else [aux[slot] for slot in plan.own_slots]
+        self.execute_model_state = replace(state, own)
+        self.use_aux_hidden_state_outputs = plan.own_flag
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.use_aux_hidden_state_outputs = True
+
+    return sample_tokens
+
+
+def wrap_reload_weights(original: Any) -> Any:
+    """Wrap ``reload_weights``: states of other weights belong in another stream."""
+
+    @functools.wraps(original)
+    def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        plan = plan_of(self)
+        if plan is not None and plan.tap is not None:
+            path = kwargs.get("weights_path", args[1] if len(args) > 1 else None)
+            plan.weights_changed(str(path) if path else None)
+        return result
+
+    return reload_weights
