@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import SpecdecTapError
-from .reader import Record, ShardStore, bits_to_float
+from .lossy import to_float
+from .reader import Record, ShardStore
 
 if TYPE_CHECKING:
     from ..target import Target, TensorRef
@@ -449,11 +450,11 @@ def _z(total: float, variance: float, count: int) -> float:
 
 
 def _float(ref: TensorRef, start: int, stop: int) -> np.ndarray:
-    return bits_to_float(ref.bits(start, stop), _DTYPE_NAMES[ref.dtype])
+    return to_float(ref.bits(start, stop), _DTYPE_NAMES[ref.dtype])
 
 
 def _rows_float(ref: TensorRef, rows: np.ndarray) -> np.ndarray:
     """float32 [len(rows), H] of single rows, without reading the whole tensor."""
     kind = np.dtype("<u4") if ref.dtype == "F32" else np.dtype("<u2")
     bits = np.memmap(ref.path, kind, "r", ref.offset, ref.shape)[rows]
-    return bits_to_float(np.asarray(bits), _DTYPE_NAMES[ref.dtype])
+    return to_float(np.asarray(bits), _DTYPE_NAMES[ref.dtype])

@@ -35,6 +35,7 @@ from .frames import (
     unpack_header_area,
 )
 from .layout import Piece, RecordMeta, ShardHeader, Span
+from .lossy import to_float
 from .records import BLOCK_COLUMNS, RECORD_COLUMNS, decode_index, decode_record
 from .scan import Scan, read_exactly, scan_frames
 from .writer import SHARD_NAME
@@ -437,11 +438,11 @@ class Record:
 
     def aux_float(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """``aux`` as float32 [rows, A, H]."""
-        return bits_to_float(self.aux(start, stop), self.header.dtype)
+        return to_float(self.aux(start, stop), self.header.dtype)
 
     def final_float(self, start: int, stop: int) -> np.ndarray:
         """``final`` as float32 [rows, H]."""
-        return bits_to_float(self.final(start, stop), self.header.dtype)
+        return to_float(self.final(start, stop), self.header.dtype)
 
     def aux_torch(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """``aux`` as a torch tensor [rows, A, H] of the shard's dtype."""
@@ -469,15 +470,6 @@ class Record:
 def _some(ranges: list[tuple[int, int]]) -> str:
     shown = ", ".join(f"[{a:,}, {b:,})" for a, b in ranges[:4])
     return (shown or "none") + (f" and {len(ranges) - 4} more" if len(ranges) > 4 else "")
-
-
-def bits_to_float(bits: np.ndarray, dtype: str) -> np.ndarray:
-    """Raw bits of ``dtype`` as float32, same shape; exact."""
-    if dtype == "bfloat16":
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if dtype == "float16":
-        return bits.view(np.float16).astype(np.float32)
-    return bits.view(np.float32)
 
 
 def bits_to_torch(bits: np.ndarray, dtype: str) -> torch.Tensor:

@@ -15,7 +15,8 @@ import numpy as np
 
 from ..errors import ShardError
 from .layout import RecordMeta, Span
-from .reader import Record, _some, bits_to_float, bits_to_torch
+from .lossy import to_float
+from .reader import Record, _some, bits_to_torch
 
 if TYPE_CHECKING:
     import torch
@@ -128,11 +129,11 @@ class Stitched:
 
     def aux_float(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """``aux`` as float32."""
-        return bits_to_float(self.aux(start, stop), self.header.dtype)
+        return to_float(self.aux(start, stop), self.header.dtype)
 
     def final_float(self, start: int, stop: int) -> np.ndarray:
         """``final`` as float32."""
-        return bits_to_float(self.final(start, stop), self.header.dtype)
+        return to_float(self.final(start, stop), self.header.dtype)
 
     def aux_torch(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """``aux`` as a torch tensor of the shard's dtype."""

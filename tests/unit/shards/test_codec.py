@@ -10,7 +10,7 @@ from shardkit import make_header, random_states
 
 from specdec_tap.errors import ConfigError, CorruptShardError, ShardError
 from specdec_tap.shards import decode_block, encode_block
-from specdec_tap.shards.codec import _TILE_NUMBERS
+from specdec_tap.shards.sections import TILE_NUMBERS
 
 DTYPES = ["bfloat16", "float16", "float32"]
 
@@ -96,7 +96,7 @@ def test_damaged_payloads_never_give_anything_but_an_error_or_a_block(case, data
 def test_tiles_of_a_wide_model_join_without_seams(dtype, rows):
     header = make_header(dtype=dtype, hidden_size=4104, aux_layer_ids=(1, 2, 3))
     aux, final = random_states(header, rows)
-    assert rows == 5 or aux.size > 2 * _TILE_NUMBERS
+    assert rows == 5 or aux.size > 2 * TILE_NUMBERS
     aux = aux.copy()
     aux[:, :, ::97] = 0
     round_trip(header, aux, final[2:], 2)
