@@ -67,6 +67,8 @@ class Batch:
     """One for each document."""
     key: tuple[int, ...] = field(default=())
     """Identity of each document in its data set (for caches); empty when it has none."""
+    notes: dict[str, Tensor] = field(default_factory=dict)
+    """What was worked out from this batch and is worth keeping: ``greedy`` (see above). Shared by copies."""
 
     @property
     def num_rows(self) -> int:

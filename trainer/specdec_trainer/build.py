@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from specdec_tap.target import Target
 
 from .config import TrainConfig
 from .loss import TeacherHead
-from .model import DraftConfig, Eagle3Drafter, init_weights
+from .mla import KIMI_K2, LatentShape
+from .model import LAYERS, DraftConfig, Eagle3Drafter, init_weights
 from .objective import Eagle3Objective
 from .rope import rope_parameters
 from .vocab import automatic_size, choose_draft_ids, mappings
@@ -32,17 +33,25 @@ class Shape:
     reason: str
 
 
-def draft_shape(target: Target) -> Shape:
+def draft_shape(target: Target, layer: str = "llama") -> Shape:
     """Choose the drafter's heads and MLP width from the target's config.
 
     Llama-like targets lend theirs as they are (also where head_dim differs from hidden / heads). Targets
-    without ordinary heads (MLA, Mamba) get heads of 128.
+    without ordinary heads (MLA, Mamba) get heads of 128, unless the drafter's layer is latent too.
     """
     text = target.text_config
     hidden = target.hidden_size
     heads, head_dim = text.get("num_attention_heads"), text.get("head_dim")
     model_type = text.get("model_type", "unknown")
     width = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
+    if layer == "kimik2":
+        latent = latent_shape(target)
+        if text.get("kv_lora_rank"):
+            reason = f"latent attention and MLP width of the {model_type} target"
+        else:
+            heads = max(1, hidden // 128)
+            reason = f"latent attention sized as Kimi-K2's ({model_type} target)"
+        return Shape(int(heads), int(heads), latent.qk_head_dim, int(width), reason)
     if text.get("kv_lora_rank") or not isinstance(heads, int):
         head_dim = math.gcd(hidden, 128)
         heads = hidden // head_dim
@@ -55,32 +64,74 @@ def draft_shape(target: Target) -> Shape:
     return Shape(heads, int(kv), head_dim, int(width), f"heads and MLP width of the {model_type} target")
 
 
+def latent_shape(target: Target) -> LatentShape:
+    """Sizes of latent attention: the target's own, or Kimi-K2's where it has none."""
+    text = target.text_config
+    if not text.get("kv_lora_rank"):
+        return replace(KIMI_K2, q_lora_rank=min(KIMI_K2.q_lora_rank or 0, target.hidden_size))
+    try:
+        rank = text.get("q_lora_rank")
+        return LatentShape(
+            q_lora_rank=None if rank is None else int(rank),
+            kv_lora_rank=int(text["kv_lora_rank"]),
+            qk_nope_head_dim=int(text["qk_nope_head_dim"]),
+            qk_rope_head_dim=int(text["qk_rope_head_dim"]),
+            v_head_dim=int(text["v_head_dim"]),
+        )
+    except (KeyError, TypeError, ValueError) as err:
+        raise InputError(
+            f"config.json of the target has kv_lora_rank but not all latent sizes: {err!r}"
+        ) from err
+
+
+def fusion_norms(config: TrainConfig) -> tuple[bool, bool]:
+    """``(norm_before_fc, fc_norm)`` where the settings leave them open."""
+    possible = LAYERS[config.layer].engine.norm_before_fc
+    before = config.norm_before_fc
+    if before is None:
+        before = possible and not config.fc_norm
+    each = config.fc_norm
+    if each is None:
+        each = not possible and config.norm_before_fc is None
+    return before, each
+
+
+def draft_rope(layer: str, target: Target, head_dim: int) -> dict[str, Any]:
+    """Rope settings of the drafter: the target's."""
+    rope = rope_parameters({**target.text_config, "head_dim": head_dim})
+    if layer == "kimik2":
+        # vLLM takes attention_factor 1.0 of latent attention for another kind of scaling.
+        rope.pop("attention_factor", None)
+    return rope
+
+
 def draft_config(
     config: TrainConfig, target: Target, aux_layer_ids: tuple[int, ...], draft_vocab: int
 ) -> DraftConfig:
     """Shape and arithmetic of the drafter."""
-    shape = draft_shape(target)
+    shape = draft_shape(target, config.layer)
     text = target.text_config
+    norm_before_fc, fc_norm = fusion_norms(config)
     return DraftConfig(
         layer=config.layer,
         hidden_size=target.hidden_size,
         num_layers=config.num_layers,
         intermediate_size=config.intermediate_size or shape.intermediate_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        num_heads=config.num_heads or shape.num_heads,
+        num_kv_heads=config.num_kv_heads or shape.num_kv_heads,
+        head_dim=config.head_dim or shape.head_dim,
         rms_norm_eps=target.norm_eps,
-        rope=rope_parameters({**text, "head_dim": shape.head_dim}),
+        rope=draft_rope(config.layer, target, shape.head_dim),
         max_position_embeddings=int(text.get("max_position_embeddings") or 32768),
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab,
         aux_layer_ids=tuple(aux_layer_ids),
         norm_before_residual=config.norm_before_residual,
-        norm_before_fc=config.norm_before_fc,
-        fc_norm=config.fc_norm,
+        norm_before_fc=norm_before_fc,
+        fc_norm=fc_norm,
         norm_output=config.norm_output,
-        qk_norm=config.qk_norm,
         attention_bias=config.attention_bias,
+        latent=latent_shape(target) if config.layer == "kimik2" else None,
         target_layers=target.num_hidden_layers,
     )
 
@@ -158,7 +209,7 @@ def build(
     )  # fmt: skip
     return Eagle3Objective(
         model, teacher, steps=config.ttt_steps, decay=config.ttt_decay,
-        broken_keep=config.broken_keep, noise=config.noise,
+        broken_keep=config.broken_keep, noise=config.noise, feature_weight=config.feature_weight,
     )  # fmt: skip
 
 

@@ -82,6 +82,7 @@ def save(
     if average is not None:
         tensors |= {f"average.{i}": t for i, t in enumerate(average.shadow)}
     tensors["generator"] = generator.get_state()
+    tensors["global_generator"] = torch.get_rng_state()  # drop-out draws from this one
     meta = {
         "format": _FORMAT,
         "state": asdict(state),
@@ -144,6 +145,7 @@ def load(
         average.load_state_dict({"updates": meta["average_updates"], "shadow": shadow})
     if generator is not None:
         generator.set_state(tensors["generator"])
+        torch.set_rng_state(tensors["global_generator"])
     return LoopState(**meta["state"])
 
 

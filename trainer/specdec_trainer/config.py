@@ -23,12 +23,19 @@ class TrainConfig:
     """Settings of one training run."""
 
     # -- what is trained
-    layer: Literal["llama"] = "llama"
-    """Decoder layer of the drafter."""
+    layer: Literal["llama", "qwen3", "kimik2"] = "llama"
+    """Decoder layer of the drafter: llama, qwen3 (norms on query and key heads) or kimik2 (latent
+    attention)."""
     num_layers: int = 1
     """Decoder layers of the drafter; engines run one pass through all of them for each draft token."""
     intermediate_size: int | None = None
     """Width of the MLP; None takes the target's."""
+    num_heads: int | None = None
+    """Query heads; None takes the target's."""
+    num_kv_heads: int | None = None
+    """Key and value heads; None takes the target's."""
+    head_dim: int | None = None
+    """Size of one head; None takes the target's."""
     draft_vocab_size: int | None = None
     """Tokens the drafter can propose; None chooses from traffic, at most max_draft_vocab_size."""
     max_draft_vocab_size: int = 32000
@@ -37,14 +44,13 @@ class TrainConfig:
     """Lower bound of the automatic draft vocabulary, so that a short capture leaves room for new words."""
     norm_before_residual: bool = True
     """Start the residual stream from the normed state."""
-    norm_before_fc: bool = True
-    """One RMS norm over the concatenated aux states before they are fused."""
-    fc_norm: bool = False
-    """One RMS norm for each aux state instead."""
+    norm_before_fc: bool | None = None
+    """One RMS norm over the concatenated aux states before they are fused; None: unless fc_norm is on or the
+    engine's class for this layer has none (kimik2)."""
+    fc_norm: bool | None = None
+    """One RMS norm for each aux state instead; None: where norm_before_fc cannot be."""
     norm_output: bool = True
     """Feed the normed state back to the next draft step."""
-    qk_norm: bool = False
-    """Qwen3-style norms on query and key heads."""
     attention_bias: bool = False
     """Biases in the attention projections."""
     train_lm_head: bool = False
@@ -64,6 +70,8 @@ class TrainConfig:
     """Temperature of the target's distribution; below 1 sharpens it towards the greedy token."""
     hard_weight: float = 0.0
     """Share of the target's distribution replaced by its greedy token, 0 to 1."""
+    feature_weight: float = 0.0
+    """Weight of the cosine distance between the drafter's state and the target's final state."""
     prompt_weight: float = 0.0
     """Loss weight of prompt tokens, which have no target distribution unless captured with final_hidden:
     all."""
@@ -148,7 +156,15 @@ class TrainConfig:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; expected at least 1")
-        for name in ("intermediate_size", "draft_vocab_size", "max_steps", "time_limit"):
+        limits = ("max_steps", "time_limit")
+        for name in (
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "draft_vocab_size",
+            *limits,
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 problems.append(f"{name} is {value}; expected more than 0")

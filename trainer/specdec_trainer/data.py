@@ -217,7 +217,7 @@ def load_document(store: Store, stretch: Stretch, *, prompt_weight: float = 0.0)
     final = torch.cat(parts) if parts else aux.new_empty(0, aux.shape[-1])
     for name, values in (("aux", aux), ("final", final)):
         # A record that was damaged before it was stored would poison the whole run.
-        if not bool(torch.isfinite(values.float().sum())):
+        if not bool(torch.isfinite(values).all()):
             raise InputError(
                 f"record {record.id} holds {name} states that are not finite; run 'specdec-tap shards verify'"
             )
@@ -344,9 +344,10 @@ class Dataset:
             )
         return pack(documents, tuple(key))
 
-    def remember_greedy(self, batch: Batch, greedy: Tensor) -> None:
-        """Keep the target's greedy tokens of a batch (4 bytes a token), so that they are computed once."""
-        if not batch.key or batch.greedy is not None:
+    def remember(self, batch: Batch) -> None:
+        """Keep the target's greedy tokens of a used batch (4 bytes a token): they are worked out once."""
+        greedy = batch.notes.get("greedy")
+        if not batch.key or batch.greedy is not None or greedy is None:
             return
         rows = batch.rows[batch.taught].cpu().numpy()
         ends = np.searchsorted(rows, np.append(batch.starts.numpy(), batch.num_rows))

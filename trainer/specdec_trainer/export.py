@@ -6,6 +6,7 @@ stream entering layer i in the vLLM family, output of layer i in the SGLang fami
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import uuid
@@ -21,7 +22,8 @@ from torch import Tensor
 from specdec_tap.errors import ConfigError, InputError
 from specdec_tap.target import Target
 
-from .model import DraftConfig, Eagle3Drafter
+from .mla import LatentShape
+from .model import LAYERS, DraftConfig, Eagle3Drafter
 from .rope import rope_parameters
 
 FORMATS = ("vllm", "sglang", "trtllm", "speculators")
@@ -97,9 +99,11 @@ def engine_config(
     draft_tokens: int,
 ) -> dict[str, Any]:
     """``config.json`` of one format."""
-    model_type = "qwen3" if draft.qk_norm else "llama"
+    names = LAYERS[draft.layer].engine
+    if draft.layer == "kimik2" and format != "vllm":
+        raise ConfigError(f"layer kimik2 cannot be expressed in the {format} format; export for vllm")
     flat: dict[str, Any] = {
-        "model_type": model_type,
+        "model_type": names.model_type,
         "hidden_size": draft.hidden_size,
         "num_hidden_layers": draft.num_layers,
         "intermediate_size": draft.intermediate_size,
@@ -118,6 +122,14 @@ def engine_config(
         "initializer_range": 0.02,
         **_rope_keys(draft.rope),
     }
+    if draft.latent is not None:
+        del flat["head_dim"]  # of nothing in latent attention; transformers derives another one
+        flat |= {
+            **dataclasses.asdict(draft.latent),
+            # The MLP is dense in every layer; transformers' class for this type expects to hear it.
+            "first_k_dense_replace": draft.num_layers,
+            "num_nextn_predict_layers": 0,
+        }
     dtype_name = str(dtype).removeprefix("torch.")
     if target is not None:
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -136,7 +148,7 @@ def engine_config(
         )
     # V1 reads the nested list, V2 the top-level one, and the width of fc comes from num_aux_hidden_states.
     flat |= {
-        "architectures": ["Eagle3Qwen3ForCausalLM" if draft.qk_norm else "LlamaForCausalLMEagle3"],
+        "architectures": [names.architecture],
         "draft_vocab_size": draft.draft_vocab_size,
         "target_hidden_size": draft.hidden_size,
         "num_aux_hidden_states": len(ids),
@@ -159,9 +171,11 @@ def engine_config(
     if format != "vllm":
         unsupported = [
             name
-            for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
+            for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
             if getattr(draft, name)
         ]
+        if draft.layer != "llama":
+            unsupported.append(f"layer {draft.layer}")
         if draft.num_layers > 1:
             unsupported.append(f"num_layers {draft.num_layers}")
         if unsupported and format == "trtllm":
@@ -362,14 +376,27 @@ def parse_config(config: dict[str, Any]) -> tuple[DraftConfig, str]:
     if not ids:
         layers = int(config.get("target_num_hidden_layers", 0))
         ids = sorted({2, layers // 2, layers - 3}) if layers >= 6 else list(range(1, width + 1))
+    layers_of = {kind.engine.model_type: name for name, kind in LAYERS.items()}
+    layers_of["deepseek_v3"] = "kimik2"
+    layer = layers_of.get(str(inner.get("model_type", "llama")))
+    if layer is None:
+        raise InputError(
+            f"config.json of the drafter has model_type {inner['model_type']!r}; expected one of "
+            f"{', '.join(sorted(layers_of))}"
+        )
     try:
+        latent = _parse_latent(inner) if layer == "kimik2" else None
+        heads = int(inner["num_attention_heads"])
+        head_dim = inner.get("head_dim") or inner["hidden_size"] // heads
         draft = DraftConfig(
+            layer=layer,
+            latent=latent,
             hidden_size=int(inner["hidden_size"]),
             num_layers=int(inner.get("num_hidden_layers", 1)),
             intermediate_size=int(inner["intermediate_size"]),
-            num_heads=int(inner["num_attention_heads"]),
-            num_kv_heads=int(inner.get("num_key_value_heads") or inner["num_attention_heads"]),
-            head_dim=int(inner.get("head_dim") or inner["hidden_size"] // inner["num_attention_heads"]),
+            num_heads=heads,
+            num_kv_heads=int(inner.get("num_key_value_heads") or heads) if latent is None else heads,
+            head_dim=int(head_dim) if latent is None else latent.qk_head_dim,
             rms_norm_eps=float(inner["rms_norm_eps"]),
             rope=rope_parameters(inner),
             max_position_embeddings=int(inner.get("max_position_embeddings", 32768)),
@@ -380,13 +407,23 @@ def parse_config(config: dict[str, Any]) -> tuple[DraftConfig, str]:
             norm_before_fc=bool(nested.get("norm_before_fc", facts.get("norm_before_fc", False))),
             fc_norm=bool(facts.get("fc_norm", False)),
             norm_output=bool(facts.get("norm_output", False)),
-            qk_norm=inner.get("model_type") == "qwen3",
             attention_bias=bool(inner.get("attention_bias", False)),
             mlp_bias=bool(inner.get("mlp_bias", False)),
         )
     except (KeyError, TypeError, ValueError) as err:
         raise InputError(f"config.json of the drafter is incomplete or wrong: {err!r}") from err
     return draft, "speculators" if speculators else "vllm"
+
+
+def _parse_latent(inner: dict[str, Any]) -> LatentShape:
+    rank = inner.get("q_lora_rank")
+    return LatentShape(
+        q_lora_rank=None if rank is None else int(rank),
+        kv_lora_rank=int(inner["kv_lora_rank"]),
+        qk_nope_head_dim=int(inner["qk_nope_head_dim"]),
+        qk_rope_head_dim=int(inner["qk_rope_head_dim"]),
+        v_head_dim=int(inner["v_head_dim"]),
+    )
 
 
 def load_drafter(path: Path, *, compute_dtype: torch.dtype = torch.bfloat16) -> Eagle3Drafter:

@@ -9,9 +9,8 @@ Shapes: n rows, H hidden size, A aux layers, h query heads, kv key heads, d head
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 
 from specdec_tap.errors import ConfigError
 
+from .layers import LlamaLayer, Qwen3Layer, project
+from .mla import KimiK2Layer, LatentShape
 from .norm import RMSNorm
-from .rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +53,10 @@ class DraftConfig:
     """One RMS norm for each aux state."""
     norm_output: bool = False
     """The next draft step gets the state after the final norm instead of before it."""
-    qk_norm: bool = False
-    """Qwen3-style norms on query and key heads."""
     attention_bias: bool = False
     mlp_bias: bool = False
+    latent: LatentShape | None = None
+    """Sizes of latent attention; only for layer kimik2, whose heads have no other sizes."""
     target_layers: int = 0
     """Decoder layers of the target (facts for the model card and the export)."""
 
@@ -76,117 +76,30 @@ class DraftConfig:
             )
         if self.norm_before_fc and self.fc_norm:
             problems.append("norm_before_fc and fc_norm are both set; choose one, the engines apply only one")
+        problems += self._layer_problems()
         if self.num_layers < 1:
             problems.append(f"num_layers is {self.num_layers}; expected at least 1")
-        if self.qk_norm and self.norm_output:
-            problems.append(
-                "qk_norm with norm_output is not supported by vLLM's Qwen3 drafter; set one of them off"
-            )
         if not self.aux_layer_ids or list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):
             problems.append(f"aux_layer_ids is {list(self.aux_layer_ids)}; expected distinct ascending ids")
         if problems:
             raise ConfigError("; ".join(problems))
 
-
-class DraftLayer(Protocol):
-    """What a decoder layer must offer; attention itself is the caller's, so any step layout can use it."""
-
-    num_kv_heads: int
-    scale: float
-
-    def enter(self, embeds: Tensor, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``(input of the projections, residual)``."""
-
-    def query(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotated queries ``[n, h, d]``."""
-
-    def key_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys ``[n, kv, d]`` and values ``[n, kv, e]``."""
-
-    def leave(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """``(hidden, residual)`` after output projection and MLP; their sum is the residual stream."""
+    def _layer_problems(self) -> list[str]:
+        """What this kind of layer cannot have."""
+        if self.layer != "kimik2":
+            return []
+        problems = [
+            f"{name} is set, which vLLM's drafter for layer kimik2 does not have; turn it off"
+            for name in ("norm_before_fc", "attention_bias", "mlp_bias")
+            if getattr(self, name)
+        ]
+        if self.latent is None:
+            problems.append("layer kimik2 has no latent sizes; set latent")
+        return problems
 
 
-class Attention(nn.Module):
-    """Projections of one attention block."""
-
-    def __init__(self, config: DraftConfig, input_size: int) -> None:
-        super().__init__()
-        h, kv, d, bias = config.num_heads, config.num_kv_heads, config.head_dim, config.attention_bias
-        self.q_proj = nn.Linear(input_size, h * d, bias=bias)
-        self.k_proj = nn.Linear(input_size, kv * d, bias=bias)
-        self.v_proj = nn.Linear(input_size, kv * d, bias=bias)
-        self.o_proj = nn.Linear(h * d, config.hidden_size, bias=bias)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(d, config.rms_norm_eps)
-            self.k_norm = RMSNorm(d, config.rms_norm_eps)
-
-
-class MLP(nn.Module):
-    """Gated SiLU feed-forward."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return project(_SwiGLU.apply(project(x, self.gate_proj), project(x, self.up_proj)), self.down_proj)
-
-
-class LlamaLayer(nn.Module):
-    """Llama decoder layer; the first one reads the embedding beside the state."""
-
-    def __init__(self, config: DraftConfig, index: int, rope: Rope) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.first = index == 0
-        self.self_attn = Attention(config, 2 * size if self.first else size)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(size, config.rms_norm_eps)
-        if self.first:
-            self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
-        self.norm_before_residual = config.norm_before_residual
-        self.qk_norm = config.qk_norm
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-        )
-        self.scale = 1.0 / math.sqrt(config.head_dim)
-        self.rope = rope
-        self.dropout = 0.0
-
-    def enter(self, embeds: Tensor, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        if not self.first:
-            assert residual is not None, "layers after the first continue a residual stream"
-            residual = residual + hidden
-            return self.input_layernorm(residual), residual
-        normed = self.hidden_norm(hidden)
-        x = torch.cat((self.input_layernorm(embeds), normed), -1)
-        return x, normed if self.norm_before_residual else hidden
-
-    def query(self, x: Tensor, positions: Tensor) -> Tensor:
-        q = project(x, self.self_attn.q_proj).unflatten(-1, (self.num_heads, self.head_dim))
-        return self.rope.apply(self.self_attn.q_norm(q) if self.qk_norm else q, positions)
-
-    def key_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        k = project(x, self.self_attn.k_proj).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = project(x, self.self_attn.v_proj).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        return self.rope.apply(self.self_attn.k_norm(k) if self.qk_norm else k, positions), v
-
-    def leave(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual = residual + self._drop(project(attended.flatten(1), self.self_attn.o_proj))
-        return self._drop(self.mlp(self.post_attention_layernorm(residual))), residual
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
-
-
-LAYERS: dict[str, type] = {"llama": LlamaLayer}
-"""Decoder layers by name; another drafter layer is one class here and one entry in ``export.py``."""
+LAYERS: dict[str, type] = {"llama": LlamaLayer, "qwen3": Qwen3Layer, "kimik2": KimiK2Layer}
+"""Decoder layers by name."""
 
 
 class Eagle3Drafter(nn.Module):
@@ -197,13 +110,14 @@ class Eagle3Drafter(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         size, num_aux = config.hidden_size, len(config.aux_layer_ids)
-        rope = Rope(config.head_dim, config.rope)
+        kind = LAYERS[config.layer]
+        rope = kind.rope_for(config)
         self.fc = nn.Linear(num_aux * size, size, bias=False)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(num_aux * size, config.rms_norm_eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(size, config.rms_norm_eps) for _ in range(num_aux))
-        self.layers = nn.ModuleList(LAYERS[config.layer](config, i, rope) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(kind(config, i, rope) for i in range(config.num_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.register_buffer("embed_weight", torch.empty(0), persistent=False)
@@ -242,12 +156,6 @@ class Eagle3Drafter(nn.Module):
         return [(name, p) for name, p in self.named_parameters() if p.requires_grad]
 
 
-def project(x: Tensor, linear: nn.Linear) -> Tensor:
-    """``linear(x)`` in the dtype of ``x``; the float32 master is cast on the way."""
-    bias = None if linear.bias is None else linear.bias.to(x.dtype)
-    return F.linear(x, linear.weight.to(x.dtype), bias)
-
-
 def init_weights(model: Eagle3Drafter, generator: torch.Generator, *, std: float = 0.02) -> None:
     """Random start: projections that write to the residual stream begin at zero scale of the input.
 
@@ -259,22 +167,3 @@ def init_weights(model: Eagle3Drafter, generator: torch.Generator, *, std: float
                 p.fill_(0.0 if name.endswith("bias") else 1.0)
             elif not name.startswith("lm_head"):
                 p.normal_(0.0, std, generator=generator)
-
-
-class _SwiGLU(torch.autograd.Function):
-    """``silu(gate) * up`` that keeps only its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        s = torch.sigmoid(gate)
-        act = gate * s
-        grad_up = grad * act
-        # d silu = s + act * (1 - s)
-        slope = act.neg_().mul_(s).add_(gate.mul(s)).add_(s)
-        return slope.mul_(grad).mul_(up), grad_up

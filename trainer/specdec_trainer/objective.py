@@ -57,6 +57,7 @@ class Eagle3Objective:
         decay: float = 0.8,
         broken_keep: float = 1.0,
         noise: float = 0.0,
+        feature_weight: float = 0.0,
     ) -> None:
         """Bind model and teacher.
 
@@ -68,25 +69,28 @@ class Eagle3Objective:
             broken_keep: Share of chains continued after the drafter's token was wrong, 0 to 1. A server never
                 continues them; 1 is plain TTT.
             noise: Uniform noise on the aux states, as a share of their standard deviation.
+            feature_weight: Weight of the cosine distance between the drafter's state and the target's.
         """
         self.model, self.teacher = model, teacher
         self.steps, self.decay = steps, decay
         self.broken_keep, self.noise = broken_keep, noise
+        self.feature_weight = feature_weight
 
-    def teach(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Teacher of every supervised row: ``(centroid [N, H], best draft id [N], greedy target id [M])``."""
+    def teach(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Teacher of every supervised row: ``(centroid [N, H], best draft id [N])``; -1 is no draft id."""
         head = self.model.lm_head.weight
         final = batch.final.to(self.model.compute_dtype)
         with torch.no_grad():
             greedy = self.teacher.greedy(final) if batch.greedy is None else batch.greedy
+        batch.notes["greedy"] = greedy
         teacher = self.teacher(final, greedy, head)
         if len(batch.taught) == batch.num_supervised:
-            return teacher.centroid, teacher.best, greedy
+            return teacher.centroid, teacher.best
         # Rows without a teacher learn their token itself.
         best = self.teacher.to_draft[batch.labels]
         best[batch.taught] = teacher.best
         centroid = head[best.clamp(min=0)].to(teacher.centroid.dtype)
-        return centroid.index_copy(0, batch.taught, teacher.centroid), best, greedy
+        return centroid.index_copy(0, batch.taught, teacher.centroid), best
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Sums:
         """Loss of one batch with its gradient graph."""
@@ -103,7 +107,7 @@ class Eagle3Objective:
         model = self.model
         if self.noise and model.training:
             batch = _with_noise(batch, self.noise, generator)
-        centroid, best, self.last_greedy = self.teach(batch)
+        centroid, best = self.teach(batch)
         head = model.lm_head.weight
         dtype = wide(model.compute_dtype)
         total = torch.zeros((), device=device, dtype=dtype)
@@ -121,6 +125,9 @@ class Eagle3Objective:
             weight = batch.weight[source] * known * self.decay**k
             part, rows_loss, correct = soft_cross_entropy(step.hidden, head, centroid[source], target, weight)
             total = total + part
+            if self.feature_weight and model.training and len(batch.taught) == batch.num_supervised:
+                near = torch.cosine_similarity(step.hidden.float(), batch.final[source].float(), dim=-1)
+                total = total + self.feature_weight * (weight * (1.0 - near)).sum()
             for s, value in zip(
                 sums, (rows_loss * known, correct, torch.ones_like(known), ~known), strict=True
             ):

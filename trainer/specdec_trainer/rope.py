@@ -107,14 +107,22 @@ def _yarn_scale(params: Mapping[str, Any], factor: float) -> float:
 class Rope:
     """cos and sin by position, grown as needed; applied to the first ``rotary_dim`` entries of a head."""
 
-    def __init__(self, head_dim: int, params: Mapping[str, Any]) -> None:
+    def __init__(self, head_dim: int, params: Mapping[str, Any], *, interleaved: bool = False) -> None:
+        """Prepare the rotation.
+
+        Args:
+            head_dim: Size of what is rotated.
+            params: What ``rope_parameters`` returned.
+            interleaved: Entries 2i and 2i + 1 are a pair (GPT-J style), not i and i + half (NeoX style).
+        """
         self.inv_freq, self.scale = inverse_frequencies(head_dim, params)
+        self.interleaved = interleaved
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def apply(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate ``x [n, heads, head_dim]`` to ``positions [n]``; halves are paired (NeoX style)."""
+        """Rotate ``x [n, heads, head_dim]`` to ``positions [n]``."""
         cos, sin = self._rows(positions, x)
-        return _Rotate.apply(x, cos, sin)
+        return _Rotate.apply(x, cos, sin, self.interleaved)
 
     def _rows(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         key = (x.device, x.dtype)
@@ -135,22 +143,26 @@ class _Rotate(torch.autograd.Function):
     """A rotation's gradient is the rotation back (times the same scale)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
+        return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     half = cos.shape[-1]
     out = torch.empty_like(x)
-    a, b = x[..., :half], x[..., half : 2 * half]
-    torch.mul(a, cos, out=out[..., :half]).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=out[..., half : 2 * half]).addcmul_(a, sin)
+    first, second = slice(0, half), slice(half, 2 * half)
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    a, b = x[..., first], x[..., second]
+    torch.mul(a, cos, out=out[..., first]).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out[..., second]).addcmul_(a, sin)
     if 2 * half < x.shape[-1]:
         out[..., 2 * half :] = x[..., 2 * half :]
     return out

@@ -118,7 +118,7 @@ def _run(
     check_supervised(survey)
 
     # What to train.
-    checkpoints = newest_checkpoints(out) if resume and out else []
+    checkpoints = readable_checkpoints(out) if resume and out else []
     if resume and not checkpoints:
         raise InputError(f"no checkpoint in {str(out)!r}; start without --resume")
     draft_ids = building.draft_vocabulary(config, target, survey.counts)
@@ -127,7 +127,7 @@ def _run(
     size = target.vocab_size if draft_ids is None else len(draft_ids)
     draft = building.draft_config(config, target, aux_ids, size)
     objective = building.build(config, draft, target, draft_ids, device)
-    facts = building.describe(draft, objective.model, building.draft_shape(target))
+    facts = building.describe(draft, objective.model, building.draft_shape(target, config.layer))
     coverage = (
         1.0 if draft_ids is None else float(survey.counts[draft_ids].sum() / max(1, survey.counts.sum()))
     )
@@ -151,14 +151,9 @@ def _run(
     torch.manual_seed(config.seed + group.rank)
 
     folder = out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    for path in checkpoints:
-        try:
-            state = checkpoint.load(path, objective.model, optimizers, average, generator, shared)
-            say(f"resumed from step {state.step:,} ({path.name})")
-            break
-        except InputError:
-            if path is checkpoints[-1]:
-                raise
+    if checkpoints:
+        state = checkpoint.load(checkpoints[0], objective.model, optimizers, average, generator, shared)
+        say(f"resumed from step {state.step:,} ({checkpoints[0].name})")
     log = None
     if group.first:
         prepare_folder(folder, resume=resume)
@@ -246,8 +241,7 @@ class _Session:
     def _remembering(self, batches: data.Prefetcher) -> Iterator[Batch]:
         for batch in batches:
             yield batch
-            # The objective has just looked up (or worked out) the target's greedy tokens of this batch.
-            self._training.remember_greedy(batch, self.objective.last_greedy)
+            self._training.remember(batch)
 
     def evaluate(self) -> Evaluation | None:
         if not self.held.stretches:
@@ -264,7 +258,7 @@ class _Session:
             for indices in batches:
                 batch = self._held.load(indices)
                 yield batch.to(self.objective.model.d2t.device)
-                self._held.remember_greedy(batch, self.objective.last_greedy)
+                self._held.remember(batch)
 
         if self.average is not None:
             self.average.swap()
@@ -404,8 +398,18 @@ def prepare_folder(folder: Path, *, resume: bool) -> None:
         raise InputError(f"cannot write to {str(folder)!r}: {err.strerror or err}") from err
 
 
-def newest_checkpoints(out: Path) -> list[Path]:
-    return checkpoint.newest(out / "checkpoints")
+def readable_checkpoints(out: Path) -> list[Path]:
+    """Checkpoints of a run, newest first, from the first whole one on."""
+    paths = checkpoint.newest(out / "checkpoints")
+    for i, path in enumerate(paths):
+        try:
+            checkpoint.read(path)
+        except InputError:
+            if path is paths[-1]:
+                raise
+            continue
+        return paths[i:]
+    return []
 
 
 def _draft_ids_of(path: Path, vocab: int) -> Any:

@@ -28,6 +28,42 @@ def rotate(x: Tensor, position: int, theta: float, rotary_dim: int | None = None
     return torch.stack(out)
 
 
+def rotate_pairs(x: Tensor, position: int, speeds: list[float], scale: float) -> Tensor:
+    """Rotate one head ``[d]``: entries 2i and 2i + 1 are a pair, turned by ``position * speeds[i]``."""
+    out = []
+    for i, speed in enumerate(speeds):
+        c, s = scale * math.cos(position * speed), scale * math.sin(position * speed)
+        a, b = x[2 * i], x[2 * i + 1]
+        out += [a * c - b * s, b * c + a * s]
+    return torch.stack(out)
+
+
+def latent_speeds(d: int, rope: dict) -> tuple[list[float], float, float]:
+    """``(radians per position of each pair, factor on cos and sin, factor on the scores)``.
+
+    Yarn (arXiv:2309.00071) with DeepSeek's two mscale settings: slow pairs, which turn less than ``beta_slow``
+    times in the original length, are stretched by ``factor``; fast ones, more than ``beta_fast`` times, are
+    left alone; between them the stretch fades linearly over whole pair indices.
+    """
+    theta = rope["rope_theta"]
+    speeds = [theta ** (-2 * i / d) for i in range(d // 2)]
+    if rope["rope_type"] == "default":
+        return speeds, 1.0, 1.0
+    factor, original = rope["factor"], rope["original_max_position_embeddings"]
+
+    def pair_that_turns(times: float) -> float:
+        return d * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_that_turns(rope["beta_fast"])), 0)
+    last = min(math.ceil(pair_that_turns(rope["beta_slow"])), d - 1)
+    for i in range(d // 2):
+        stretched = min(max((i - first) / (last - first), 0.0), 1.0)
+        speeds[i] = speeds[i] * (1 - stretched) + speeds[i] / factor * stretched
+    on_score = 0.1 * rope["mscale_all_dim"] * math.log(factor) + 1
+    on_rotation = (0.1 * rope["mscale"] * math.log(factor) + 1) / on_score
+    return speeds, on_rotation, on_score**2
+
+
 class Reference:
     """A drafter as a serving engine runs it: a key-value cache, one token at a time."""
 
@@ -50,9 +86,50 @@ class Reference:
         out = weight @ x
         if self.c.attention_bias:
             out = out + self.w[f"layers.{layer}.self_attn.{name}_proj.bias"][head * d : (head + 1) * d]
-        if self.c.qk_norm and name in "qk":
+        if self.c.layer == "qwen3" and name in "qk":
             out = rms(out, self.w[f"layers.{layer}.self_attn.{name}_norm.weight"], self.c.rms_norm_eps)
         return out
+
+    def _latent_heads(self, layer: int, x: Tensor, position: int) -> tuple[list, list, list, float]:
+        """Queries, keys and values of every head of latent attention, and the factor on the scores."""
+        c, shape, eps = self.c, self.c.latent, self.c.rms_norm_eps
+        w = {
+            n.removeprefix(f"layers.{layer}.self_attn."): v
+            for n, v in self.w.items()
+            if n.startswith(f"layers.{layer}.self_attn.")
+        }
+        nope, turned, value = shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim
+        speeds, on_rotation, on_score = latent_speeds(turned, c.rope)
+        if shape.q_lora_rank is None:
+            q = w["q_proj.weight"] @ x
+        else:
+            q = w["q_b_proj.weight"] @ rms(w["q_a_proj.weight"] @ x, w["q_a_layernorm.weight"], eps)
+        a = w["kv_a_proj_with_mqa.weight"] @ x
+        latent, shared = a[: shape.kv_lora_rank], a[shape.kv_lora_rank :]
+        kv = w["kv_b_proj.weight"] @ rms(latent, w["kv_a_layernorm.weight"], eps)
+        queries, keys, values = [], [], []
+        for h in range(c.num_heads):
+            mine = q[h * (nope + turned) : (h + 1) * (nope + turned)]
+            both = kv[h * (nope + value) : (h + 1) * (nope + value)]
+            queries.append(
+                torch.cat([mine[:nope], rotate_pairs(mine[nope:], position, speeds, on_rotation)])
+            )
+            keys.append(torch.cat([both[:nope], rotate_pairs(shared, position, speeds, on_rotation)]))
+            values.append(both[nope:])
+        return queries, keys, values, on_score / math.sqrt(nope + turned)
+
+    def _heads(self, layer: int, x: Tensor, position: int) -> tuple[list, list, list, float]:
+        """Queries, keys and values of every head, and the factor on the scores."""
+        c = self.c
+        if c.latent is not None:
+            return self._latent_heads(layer, x, position)
+        theta, rotary = c.rope["rope_theta"], int(c.head_dim * c.rope.get("partial_rotary_factor", 1.0))
+        return (
+            [rotate(self._head(layer, "q", x, h), position, theta, rotary) for h in range(c.num_heads)],
+            [rotate(self._head(layer, "k", x, h), position, theta, rotary) for h in range(c.num_kv_heads)],
+            [self._head(layer, "v", x, h) for h in range(c.num_kv_heads)],
+            1 / math.sqrt(c.head_dim),
+        )
 
     def forward(self, state: Tensor, token: int, position: int, cache: list) -> tuple[Tensor, Tensor]:
         """One token through all layers.
@@ -61,8 +138,6 @@ class Reference:
             ``(state for the head, state fed back)``; keys and values are appended to ``cache``.
         """
         c, w, eps = self.c, self.w, self.c.rms_norm_eps
-        theta = c.rope["rope_theta"]
-        rotary = int(c.head_dim * c.rope.get("partial_rotary_factor", 1.0))
         hidden, residual = state, None
         for layer in range(c.num_layers):
             name = f"layers.{layer}."
@@ -73,16 +148,12 @@ class Reference:
             else:
                 residual = residual + hidden
                 x = rms(residual, w[name + "input_layernorm.weight"], eps)
-            keys = [
-                rotate(self._head(layer, "k", x, h), position, theta, rotary) for h in range(c.num_kv_heads)
-            ]
-            values = [self._head(layer, "v", x, h) for h in range(c.num_kv_heads)]
+            queries, keys, values, scale = self._heads(layer, x, position)
             cache[layer].append((keys, values))
             outputs = []
-            for h in range(c.num_heads):
-                q = rotate(self._head(layer, "q", x, h), position, theta, rotary)
+            for h, q in enumerate(queries):
                 kv = h // (c.num_heads // c.num_kv_heads)
-                scores = torch.stack([q @ k[kv] / math.sqrt(c.head_dim) for k, _ in cache[layer]])
+                scores = torch.stack([q @ k[kv] * scale for k, _ in cache[layer]])
                 probs = torch.softmax(scores, 0)
                 outputs.append(sum(p * v[kv] for p, (_, v) in zip(probs, cache[layer], strict=True)))
             attended = w[name + "self_attn.o_proj.weight"] @ torch.cat(outputs)

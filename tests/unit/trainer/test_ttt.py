@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from reference import Reference, reference_loss
 from specdec_trainer.batch import pack
+from specdec_trainer.mla import LatentShape
 from specdec_trainer.objective import Eagle3Objective
 from trainer_fakes import make_document, make_parts
 
+LATENT = {
+    "layer": "kimik2", "num_kv_heads": 4,
+    "latent": LatentShape(q_lora_rank=5, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=8, v_head_dim=5),
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 50.0, "factor": 8.0, "original_max_position_embeddings": 12, "beta_fast": 4.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+}  # fmt: skip
 VARIANTS = {
     "plain": {},
     "peer_norms": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
@@ -18,9 +29,12 @@ VARIANTS = {
     "three_layers_normed": {"num_layers": 3, "norm_before_residual": True, "norm_output": True},
     "reduced_vocab": {"draft_vocab_size": 11},
     "biases": {"attention_bias": True, "mlp_bias": True},
-    "qk_norm": {"qk_norm": True},
+    "qwen3": {"layer": "qwen3"},
     "partial_rotary": {"rope": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     "one_kv_head_each": {"num_kv_heads": 4},
+    "kimik2": {**LATENT, "rope": YARN, "norm_before_residual": True, "norm_output": True, "fc_norm": True},
+    "kimik2_plain_rope_no_query_latent": {**LATENT, "latent": replace(LATENT["latent"], q_lora_rank=None)},
+    "kimik2_two_layers": {**LATENT, "rope": YARN, "num_layers": 2},
 }
 
 

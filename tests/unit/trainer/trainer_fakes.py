@@ -118,3 +118,55 @@ def random_record(
         rng.integers(0, vocab, total), spans,
         rng.standard_normal((total - 1, 3, hidden)), rng.standard_normal((total - 1, hidden)), **kw,
     )  # fmt: skip
+
+
+TARGET_CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 40,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "eos_token_id": 2, "bos_token_id": 1,
+}  # fmt: skip
+
+
+def tiny_target(path, config: dict | None = None):
+    """A checkpoint with just the tensors that training reads."""
+    import json
+
+    from safetensors.numpy import save_file
+
+    config = TARGET_CONFIG if config is None else config
+    rng = np.random.default_rng(0)
+    shape = (config["vocab_size"], config["hidden_size"])
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(
+        {
+            "model.embed_tokens.weight": rng.standard_normal(shape).astype(np.float32),
+            "lm_head.weight": rng.standard_normal(shape).astype(np.float32),
+            "model.norm.weight": np.ones(shape[1], np.float32),
+        },
+        path / "model.safetensors",
+    )
+    return path
+
+
+def learnable_store(target_dir, records: int = 24, tokens: int = 30, *, seed: int = 0) -> FakeStore:
+    """Sequences that follow one rule, with the states a confident target would have."""
+    from specdec_tap.target import load_target
+
+    target = load_target(target_dir)
+    embed, head = target.embed.float32(), target.head.float32()
+    vocab = target.vocab_size
+    rng = np.random.default_rng(seed)
+    store = FakeStore()
+    for i in range(records):
+        ids = [int(rng.integers(0, vocab))]
+        while len(ids) < tokens:
+            ids.append((ids[-1] * 7 + 3) % vocab)
+        ids = np.array(ids)
+        prompt = int(rng.integers(2, 6))
+        aux = np.repeat(embed[ids[:-1], None], 3, axis=1)
+        final = head[ids[1:]] * 0.7
+        spans = [(0, prompt, "prompt"), (prompt, tokens, "response")]
+        store.append(FakeRecord(ids, spans, aux, final, id=f"s/1/{i}"))
+    return store
