@@ -112,13 +112,16 @@ class Fresh:
         self._until = 0.0
 
 
-def control_router(backend: Backend, gate: Gate, *, max_streams: int = 256) -> APIRouter:
+def control_router(
+    backend: Backend, gate: Gate, *, max_streams: int = 256, logger: logging.Logger = logger
+) -> APIRouter:
     """Return the routes ``GET status``, ``GET events`` and ``POST`` of every action, under ``/specdec_tap``.
 
     Args:
         backend: Where the answers come from.
         gate: Who may read and who may change.
         max_streams: Event streams at once.
+        logger: Gets a line for every change.
     """
     router = APIRouter(prefix=PREFIX, route_class=OwnErrorsRoute)
     reads = RateLimit(READS_PER_S, READS_BURST)

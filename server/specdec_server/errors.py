@@ -36,6 +36,7 @@ CODES = {
     "input_error": "a file or folder is not what was expected",
     "server_unreachable": "the vLLM server does not answer",
     "capture_off": "the server does not capture",
+    "control_failed": "a rank refused a change",
     "internal": "a bug; the log has the traceback",
 }
 """Every value that ``code`` can have, and what it means."""
