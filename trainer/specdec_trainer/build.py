@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from specdec_tap.errors import ConfigError, InputError
 from specdec_tap.target import Target
 
 from .config import TrainConfig
+from .export import load_drafter
 from .loss import TeacherHead
 from .mla import KIMI_K2, LatentShape
 from .model import LAYERS, DraftConfig, Eagle3Drafter, init_weights
@@ -157,6 +159,64 @@ def end_tokens(target: Target) -> list[int]:
     return sorted(set(out))
 
 
+def chosen_layers(config: TrainConfig, captured: tuple[int, ...]) -> tuple[int, ...]:
+    """The captured layers that are the drafter's input, ascending."""
+    if config.aux_layer_ids is None:
+        return captured
+    try:
+        wanted = tuple(sorted({int(part) for part in config.aux_layer_ids.split(",")}))
+    except ValueError:
+        raise ConfigError(
+            f"aux_layer_ids is {config.aux_layer_ids!r}; expected numbers such as 2,15,27"
+        ) from None
+    if missing := sorted(set(wanted) - set(captured)):
+        raise ConfigError(
+            f"aux_layer_ids names layer {missing[0]}, which the shards do not hold; they hold {list(captured)}"
+        )
+    return wanted
+
+
+def warm_start(path: Path, target: Target, aux_layer_ids: tuple[int, ...]) -> Eagle3Drafter:
+    """A published drafter to go on with.
+
+    Args:
+        path: Its folder.
+        target: Of the shards; sizes must agree.
+        aux_layer_ids: The drafter's input here. Ids one lower in the drafter's config are SGLang's spelling of
+            the same layers.
+
+    Raises:
+        InputError: It belongs to another target or other layers.
+    """
+    model = load_drafter(path, compute_dtype=torch.float32)
+    theirs = model.config
+    if (theirs.hidden_size, theirs.vocab_size) != (target.hidden_size, target.vocab_size):
+        raise InputError(
+            f"{str(path)!r} is a drafter for hidden size {theirs.hidden_size:,} and vocabulary "
+            f"{theirs.vocab_size:,}; this target has {target.hidden_size:,} and {target.vocab_size:,}"
+        )
+    ids = theirs.aux_layer_ids
+    if ids != aux_layer_ids and tuple(i + 1 for i in ids) != aux_layer_ids:
+        raise InputError(
+            f"{str(path)!r} reads layers {list(ids)}, the shards hold {list(aux_layer_ids)}; capture its layers "
+            "(SPECDEC_TAP_AUX_LAYER_IDS), or choose among the captured ones with --aux-layer-ids"
+        )
+    model.config = replace(theirs, aux_layer_ids=aux_layer_ids, target_layers=target.num_hidden_layers)
+    return model
+
+
+def adopt(model: Eagle3Drafter, source: Eagle3Drafter) -> None:
+    """Copy a drafter's weights into one of the same shape, head rows by token where vocabularies differ."""
+    weights = source.state_dict()
+    theirs = torch.full((source.config.vocab_size,), -1, dtype=torch.int64)
+    theirs[torch.arange(len(source.d2t)) + source.d2t] = torch.arange(len(source.d2t))
+    rows = theirs[torch.arange(len(model.d2t)) + model.d2t]
+    head = model.lm_head.weight.detach().clone()
+    known = rows >= 0
+    head[known] = weights["lm_head.weight"][rows[known]].to(head.dtype)
+    model.load_state_dict({**weights, "lm_head.weight": head, "d2t": model.d2t})
+
+
 def check_layers(aux_layer_ids: tuple[int, ...], target: Target) -> None:
     """Refuse shards whose layers cannot be this target's."""
     if max(aux_layer_ids) > target.num_hidden_layers:
@@ -173,8 +233,9 @@ def build(
     target: Target,
     draft_ids: np.ndarray | None,
     device: torch.device,
+    source: Eagle3Drafter | None = None,
 ) -> Eagle3Objective:
-    """Model, teacher and objective on ``device``."""
+    """Model, teacher and objective on ``device``; weights come from ``source`` where there is one."""
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     generator = torch.Generator().manual_seed(config.seed)
     model = Eagle3Drafter(draft, compute_dtype=dtype)
@@ -195,6 +256,8 @@ def build(
     if (scale := final_norm_scale(target)) is not None:
         # The head expects states of this scale in each channel.
         model.norm.weight.data.copy_(scale)
+    if source is not None:
+        adopt(model, source)
     if not config.train_lm_head:
         model.lm_head.to(dtype)  # a frozen table needs no float32 master
     for layer in model.layers:

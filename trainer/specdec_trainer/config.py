@@ -42,6 +42,8 @@ class TrainConfig:
     """Upper bound of the automatic draft vocabulary."""
     min_draft_vocab_size: int = 8192
     """Lower bound of the automatic draft vocabulary, so that a short capture leaves room for new words."""
+    aux_layer_ids: str | None = None
+    """Which of the captured layers are the drafter's input, such as 2,15,27; None takes all of them."""
     norm_before_residual: bool = True
     """Start the residual stream from the normed state."""
     norm_before_fc: bool | None = None
@@ -57,7 +59,8 @@ class TrainConfig:
     """Train the output head too. It starts from the target's rows, and they are hard to improve on little
     data."""
     init_from: Path | None = None
-    """Drafter folder (vLLM, SGLang or speculators layout) to start from."""
+    """Drafter folder (vLLM, SGLang or speculators layout) to start from; its shape and norms win over the
+    settings here, its draft vocabulary over an automatic one."""
 
     # -- objective
     ttt_steps: int = 4

@@ -199,8 +199,10 @@ def split(store: Store, fraction: float) -> tuple[list[int], list[int]]:
     return np.flatnonzero(~out).tolist(), np.flatnonzero(out).tolist()
 
 
-def load_document(store: Store, stretch: Stretch, *, prompt_weight: float = 0.0) -> Document:
-    """Read the states of one stretch."""
+def load_document(
+    store: Store, stretch: Stretch, *, prompt_weight: float = 0.0, columns: list[int] | None = None
+) -> Document:
+    """Read the states of one stretch; ``columns`` picks some of the captured layers."""
     record = store[stretch.record]
     start, stop = stretch.start, stretch.stop
     ids = np.asarray(record.token_ids)
@@ -213,7 +215,8 @@ def load_document(store: Store, stretch: Stretch, *, prompt_weight: float = 0.0)
     dtype = store.header.dtype
     runs = _runs(has_final)
     parts = [bits_to_torch(record.final(start + a + 1, start + b + 1), dtype) for a, b in runs]
-    aux = bits_to_torch(record.aux(start, stop), dtype)
+    bits = record.aux(start, stop)
+    aux = bits_to_torch(bits if columns is None else bits[:, columns], dtype)
     final = torch.cat(parts) if parts else aux.new_empty(0, aux.shape[-1])
     for name, values in (("aux", aux), ("final", final)):
         # A record that was damaged before it was stored would poison the whole run.
@@ -319,6 +322,8 @@ class Dataset:
     store: Store
     survey: Survey
     prompt_weight: float = 0.0
+    columns: list[int] | None = None
+    """Which of the captured layers are read; None for all."""
     bad_records: Counter[str] = field(default_factory=Counter)
     greedy: dict[int, np.ndarray] = field(default_factory=dict)
     """Target's greedy tokens by document, filled as they become known."""
@@ -329,7 +334,10 @@ class Dataset:
         for i in indices:
             try:
                 document = load_document(
-                    self.store, self.survey.stretches[i], prompt_weight=self.prompt_weight
+                    self.store,
+                    self.survey.stretches[i],
+                    prompt_weight=self.prompt_weight,
+                    columns=self.columns,
                 )
             except (ShardError, InputError) as err:
                 self.bad_records[str(err)] += 1

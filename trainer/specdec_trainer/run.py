@@ -24,7 +24,7 @@ from .card import model_card
 from .config import TrainConfig
 from .distributed import Group, join, leave
 from .evaluate import Evaluation, evaluate
-from .export import export_drafter
+from .export import export_drafter, target_ids_of
 from .loop import DivergedError, Hooks, LoopState, StopRequested, train
 from .objective import Eagle3Objective
 from .optim import Optimizers, WeightAverage
@@ -106,8 +106,10 @@ def _run(
     if resume and out is None:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
     store, target = open_inputs(shards, target_path, store)
-    aux_ids = tuple(store.header.aux_layer_ids)
-    building.check_layers(aux_ids, target)
+    captured = tuple(store.header.aux_layer_ids)
+    building.check_layers(captured, target)
+    aux_ids = building.chosen_layers(config, captured)
+    source = None if config.init_from is None else building.warm_start(config.init_from, target, aux_ids)
 
     # What to train on.
     training, evaluation = data.split(store, config.held_out)
@@ -121,12 +123,19 @@ def _run(
     checkpoints = readable_checkpoints(out) if resume and out else []
     if resume and not checkpoints:
         raise InputError(f"no checkpoint in {str(out)!r}; start without --resume")
-    draft_ids = building.draft_vocabulary(config, target, survey.counts)
+    if source is not None and config.draft_vocab_size is None:
+        draft_ids = target_ids_of(source)
+    else:
+        draft_ids = building.draft_vocabulary(config, target, survey.counts)
     if checkpoints:
         draft_ids = _draft_ids_of(checkpoints[0], target.vocab_size)
     size = target.vocab_size if draft_ids is None else len(draft_ids)
-    draft = building.draft_config(config, target, aux_ids, size)
-    objective = building.build(config, draft, target, draft_ids, device)
+    if source is None:
+        draft = building.draft_config(config, target, aux_ids, size)
+    else:
+        draft = dataclasses.replace(source.config, draft_vocab_size=size)
+        say(f"starting from {str(config.init_from)!r}: its layers, norms and weights")
+    objective = building.build(config, draft, target, draft_ids, device, source)
     facts = building.describe(draft, objective.model, building.draft_shape(target, config.layer))
     coverage = (
         1.0 if draft_ids is None else float(survey.counts[draft_ids].sum() / max(1, survey.counts.sum()))
@@ -229,7 +238,7 @@ class _Session:
 
     def epoch_batches(self, epoch: int, first: int) -> tuple[int, Iterator[Batch]]:
         if self._training is None:
-            self._training = data.Dataset(self.store, self.survey, self.config.prompt_weight)
+            self._training = data.Dataset(self.store, self.survey, self.config.prompt_weight, self._columns())
         batches = data.epoch_batches(
             self.survey.stretches, batch_tokens=self.config.batch_tokens, seed=self.config.seed, epoch=epoch
         )
@@ -237,6 +246,10 @@ class _Session:
         self._stop_prefetching()
         self._prefetcher = data.Prefetcher(self._training.load, mine[first:])
         return len(mine), self._remembering(self._prefetcher)
+
+    def _columns(self) -> list[int] | None:
+        captured, chosen = list(self.store.header.aux_layer_ids), self.objective.model.config.aux_layer_ids
+        return None if captured == list(chosen) else [captured.index(i) for i in chosen]
 
     def _remembering(self, batches: data.Prefetcher) -> Iterator[Batch]:
         for batch in batches:
@@ -247,7 +260,7 @@ class _Session:
         if not self.held.stretches:
             return None
         if self._held is None:
-            self._held = data.Dataset(self.store, self.held, 0.0)
+            self._held = data.Dataset(self.store, self.held, 0.0, self._columns())
         chosen = self.held.stretches[: self.config.eval_records]
         batches = data.epoch_batches(
             chosen, batch_tokens=self.config.batch_tokens, seed=0, epoch=0, shuffle=False

@@ -41,9 +41,9 @@ def rotate_pairs(x: Tensor, position: int, speeds: list[float], scale: float) ->
 def latent_speeds(d: int, rope: dict) -> tuple[list[float], float, float]:
     """``(radians per position of each pair, factor on cos and sin, factor on the scores)``.
 
-    Yarn (arXiv:2309.00071) with DeepSeek's two mscale settings: slow pairs, which turn less than ``beta_slow``
-    times in the original length, are stretched by ``factor``; fast ones, more than ``beta_fast`` times, are
-    left alone; between them the stretch fades linearly over whole pair indices.
+    Yarn (arXiv:2309.00071) with DeepSeek's two mscale settings: slow pairs, which turn less than
+    ``beta_slow`` times in the original length, are stretched by ``factor``; fast ones, more than
+    ``beta_fast`` times, are left alone; between them the stretch fades linearly over whole pair indices.
     """
     theta = rope["rope_theta"]
     speeds = [theta ** (-2 * i / d) for i in range(d // 2)]
@@ -111,9 +111,7 @@ class Reference:
         for h in range(c.num_heads):
             mine = q[h * (nope + turned) : (h + 1) * (nope + turned)]
             both = kv[h * (nope + value) : (h + 1) * (nope + value)]
-            queries.append(
-                torch.cat([mine[:nope], rotate_pairs(mine[nope:], position, speeds, on_rotation)])
-            )
+            queries.append(torch.cat([mine[:nope], rotate_pairs(mine[nope:], position, speeds, on_rotation)]))
             keys.append(torch.cat([both[:nope], rotate_pairs(shared, position, speeds, on_rotation)]))
             values.append(both[nope:])
         return queries, keys, values, on_score / math.sqrt(nope + turned)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from specdec_trainer import loss
 from specdec_trainer.attention import Layout, attend
-from specdec_trainer.loss import TeacherHead, soft_cross_entropy
 from specdec_trainer.layers import _SwiGLU
+from specdec_trainer.loss import TeacherHead, soft_cross_entropy
 from specdec_trainer.norm import RMSNorm
 from specdec_trainer.rope import Rope
 

@@ -45,27 +45,21 @@ def lines(out: Path, kind: str) -> list[dict]:
     return [x for x in runlog.read_log(out) if x["kind"] == kind]
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_learns_and_leaves_a_sound_drafter(
-    target: Path, tmp_path: Path, layers: int, dtype: str
-) -> None:
-    """B54, B91: loss of every step is finite and falls, for one to three layers."""
-    result = go(target, tmp_path / "run", num_layers=layers, dtype=dtype, epochs=40)
+@pytest.mark.parametrize(("layers", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32")])
+def test_losses_are_finite_and_fall(target: Path, tmp_path: Path, layers: int, dtype: str) -> None:
+    """B54, B91: every TTT step learns, for one to three layers."""
+    go(target, tmp_path / "run", num_layers=layers, dtype=dtype, epochs=3)
     logged = lines(tmp_path / "run", "train")
     first, last = logged[0]["loss"], logged[-1]["loss"]
     assert np.isfinite(first + last).all()
     assert all(b < a for a, b in zip(first, last, strict=True))
+
+
+def test_a_run_learns_and_leaves_a_sound_drafter(target: Path, tmp_path: Path) -> None:
+    result = go(target, tmp_path / "run", epochs=30, lr=1e-2, eval_epochs=10)
     assert result.evaluation.simulated_acceptance_length > 1.4
     assert check_drafter(result.drafter) == []
-    for name in (
-        "config.json",
-        "provenance.json",
-        "log.jsonl",
-        "loss.png",
-        "accuracy.png",
-        "drafter/README.md",
-    ):
+    for name in ("config.json", "provenance.json", "log.jsonl", "loss.png", "accuracy.png", "drafter/README.md"):
         assert (tmp_path / "run" / name).stat().st_size > 0, name
 
 
