@@ -35,6 +35,8 @@ class Document:
     """Which rows have a teacher, bool ``[n]``; a weighted row without one is trained on its label."""
     greedy: np.ndarray | None = None
     """Target's greedy token of each teacher, int ``[m]``, when already known."""
+    centroid: Tensor | None = None
+    """Teacher's centroid of each teacher ``[m, H]``, when already known (see ``loss.Teacher``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +65,14 @@ class Batch:
     """``[M, H]``."""
     greedy: Tensor | None
     """Target's greedy token of each teacher, int64 ``[M]``, or None when not known yet."""
+    centroid: Tensor | None
+    """Teacher's centroid of each teacher ``[M, H]``, or None when not known yet."""
     record_ids: tuple[str, ...]
     """One for each document."""
     key: tuple[int, ...] = field(default=())
     """Identity of each document in its data set (for caches); empty when it has none."""
     notes: dict[str, Tensor] = field(default_factory=dict)
-    """What was worked out from this batch and is worth keeping: ``greedy`` (see above). Shared by copies."""
+    """What was worked out from this batch and is worth keeping: ``greedy`` and ``centroid``. Shared by copies."""
 
     @property
     def num_rows(self) -> int:
@@ -118,9 +122,16 @@ def pack(documents: list[Document], key: tuple[int, ...] = ()) -> Batch:
         taught=_long(np.flatnonzero(has_final[rows])),
         final=torch.cat(finals),
         greedy=_long(np.concatenate([_supervised(d, d.greedy) for d in documents])) if known else None,
+        centroid=_all_centroids(documents),
         record_ids=tuple(d.record_id for d in documents),
         key=key,
     )
+
+
+def _all_centroids(documents: list[Document]) -> Tensor | None:
+    if any(d.centroid is None for d in documents):
+        return None
+    return torch.cat([_supervised(d, d.centroid) for d in documents])
 
 
 def run_left(rows: np.ndarray, document_of: np.ndarray) -> np.ndarray:

@@ -148,6 +148,8 @@ class TrainConfig:
     """cpu, cuda, cuda:1 or auto."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the matrix products; master weights are always float32."""
+    teacher_cache: int = 2 << 30
+    """Bytes of memory in which the teacher's answers are kept from one pass to the next."""
     workers: int = 1
     """Threads that decode shards ahead of time."""
 

@@ -11,7 +11,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -327,6 +327,10 @@ class Dataset:
     bad_records: Counter[str] = field(default_factory=Counter)
     greedy: dict[int, np.ndarray] = field(default_factory=dict)
     """Target's greedy tokens by document, filled as they become known."""
+    centroid: dict[int, Tensor] = field(default_factory=dict)
+    """Teacher's centroids by document, likewise."""
+    cache_bytes: int = 0
+    """Room left for centroids."""
 
     def load(self, indices: Sequence[int]) -> Batch:
         """Read and pack some documents; a damaged record is left out and counted."""
@@ -342,8 +346,7 @@ class Dataset:
             except (ShardError, InputError) as err:
                 self.bad_records[str(err)] += 1
                 continue
-            if i in self.greedy:
-                document = _with_greedy(document, self.greedy[i])
+            document = replace(document, greedy=self.greedy.get(i), centroid=self.centroid.get(i))
             documents.append(document)
             key.append(i)
         if not documents:
@@ -353,20 +356,23 @@ class Dataset:
         return pack(documents, tuple(key))
 
     def remember(self, batch: Batch) -> None:
-        """Keep the target's greedy tokens of a used batch (4 bytes a token): they are worked out once."""
-        greedy = batch.notes.get("greedy")
-        if not batch.key or batch.greedy is not None or greedy is None:
+        """Keep what the target said about a used batch, so that it is worked out once.
+
+        Greedy tokens take 4 bytes a token and are always kept, centroids only while they fit ``cache_bytes``.
+        """
+        if not batch.key or "greedy" not in batch.notes:
             return
         rows = batch.rows[batch.taught].cpu().numpy()
-        ends = np.searchsorted(rows, np.append(batch.starts.numpy(), batch.num_rows))
-        values = greedy.cpu().numpy().astype(np.int32)
-        for i, start, stop in zip(batch.key, ends, ends[1:], strict=False):
-            self.greedy[i] = values[start:stop]
-
-
-def _with_greedy(document: Document, greedy: np.ndarray) -> Document:
-    return Document(
-        record_id=document.record_id, first_position=document.first_position, aux=document.aux,
-        tokens=document.tokens, labels=document.labels, weight=document.weight, final=document.final,
-        has_final=document.has_final, greedy=greedy,
-    )  # fmt: skip
+        ends = np.searchsorted(rows, np.append(batch.starts.numpy(), batch.num_rows)).tolist()
+        spans = list(zip(batch.key, ends, ends[1:], strict=False))
+        if batch.greedy is None:
+            values = batch.notes["greedy"].cpu().numpy().astype(np.int32)
+            self.greedy |= {i: values[start:stop] for i, start, stop in spans}
+        centroid = batch.notes.get("centroid")
+        if centroid is None or batch.centroid is not None:
+            return
+        for i, start, stop in spans:
+            size = (stop - start) * centroid.shape[1] * centroid.element_size()
+            if i not in self.centroid and size <= self.cache_bytes:
+                self.centroid[i] = centroid[start:stop].detach().to("cpu", copy=True)
+                self.cache_bytes -= size

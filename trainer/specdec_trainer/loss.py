@@ -86,15 +86,20 @@ class TeacherHead:
             out.append(F.linear(part, self.weight, self.bias).argmax(-1))
         return torch.cat(out) if out else torch.zeros(0, dtype=torch.int64, device=final.device)
 
-    def __call__(self, final: Tensor, greedy: Tensor, head: Tensor) -> Teacher:
+    def __call__(
+        self, final: Tensor, greedy: Tensor, head: Tensor, centroid: Tensor | None = None
+    ) -> Teacher:
         """Teacher values of some rows.
 
         Args:
             final: Post-norm final states ``[n, H]`` in the dtype of the matrix products.
             greedy: What ``greedy(final)`` returned.
             head: Rows of the draft head ``[V, H]`` that the centroid is taken over; differentiable.
+            centroid: What an earlier call with the same head gave, to be used again.
         """
         best = self.to_draft[greedy]
+        if centroid is not None:
+            return Teacher(centroid, best)
         centroid = _Centroid.apply(final, head, self)
         if self.hard_weight:
             known = best >= 0

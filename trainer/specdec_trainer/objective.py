@@ -82,8 +82,10 @@ class Eagle3Objective:
         final = batch.final.to(self.model.compute_dtype)
         with torch.no_grad():
             greedy = self.teacher.greedy(final) if batch.greedy is None else batch.greedy
+        teacher = self.teacher(final, greedy, head, batch.centroid)
         batch.notes["greedy"] = greedy
-        teacher = self.teacher(final, greedy, head)
+        if not head.requires_grad:
+            batch.notes["centroid"] = teacher.centroid
         if len(batch.taught) == batch.num_supervised:
             return teacher.centroid, teacher.best
         # Rows without a teacher learn their token itself.

@@ -238,7 +238,10 @@ class _Session:
 
     def epoch_batches(self, epoch: int, first: int) -> tuple[int, Iterator[Batch]]:
         if self._training is None:
-            self._training = data.Dataset(self.store, self.survey, self.config.prompt_weight, self._columns())
+            self._training = data.Dataset(
+                self.store, self.survey, self.config.prompt_weight, self._columns(),
+                cache_bytes=self.config.teacher_cache,
+            )  # fmt: skip
         batches = data.epoch_batches(
             self.survey.stretches, batch_tokens=self.config.batch_tokens, seed=self.config.seed, epoch=epoch
         )

@@ -207,3 +207,27 @@ def test_greedy_tokens_are_remembered_by_document() -> None:
     assert torch.equal(dataset.load([2, 0, 3]).greedy, values)
     assert dataset.load([0]).greedy.tolist() == values[7 : 7 + 5].tolist()
     assert dataset.load([0, 1]).greedy is None
+
+
+def test_centroids_are_remembered_while_they_fit() -> None:
+    """The second pass uses the first one's teacher, and gives the same loss."""
+    from trainer_fakes import make_parts
+
+    from specdec_trainer.objective import Eagle3Objective
+
+    parts = make_parts(dtype=torch.float32)
+    parts.model.lm_head.weight.requires_grad_(False)
+    store = FakeStore([random_record(rng(i), 3, 5 + i) for i in range(4)])
+    survey = data.survey(store, range(4), vocab_size=23, max_length=100)
+    dataset = data.Dataset(store, survey, cache_bytes=(7 + 5) * 8 * 4)
+    objective = Eagle3Objective(parts.model, parts.teacher, steps=2)
+    first = dataset.load([2, 0, 3])
+    loss = objective.loss(first).total
+    dataset.remember(first)
+    assert set(dataset.centroid) == {2, 0}
+    assert dataset.cache_bytes == 0
+    assert dataset.load([2, 3]).centroid is None
+    cached = dataset.load([2, 0])
+    assert cached.centroid is not None
+    apart = objective.loss(cached).total + objective.loss(dataset.load([3])).total
+    torch.testing.assert_close(apart, loss)
