@@ -225,24 +225,24 @@ class Writer:
         self._status_at = 0.0
 
     def tick(self, *, closed: bool = False) -> None:
-        """About once a second: age out shards, keep the folder in bounds, publish the status file.
+        """After each message: keep the folder in bounds; once a second: fsync, age, the status file.
 
         Raises:
             StreamGoneError: Somebody removed the stream's folder.
         """
         now = time.monotonic()
+        sealed = self.sink.writer.shard - 1
+        if sealed != self._num_sealed or now >= self._retention_at:
+            self.ring.writer.add("shards_sealed", sealed - self._num_sealed)
+            self._num_sealed = sealed
+            self._retention_at = now + RETENTION_INTERVAL_S
+            if self.config.max_bytes is not None or self.config.max_age_s is not None:
+                self.sink.attempt(self._enforce)
         if now < self._status_at and not closed:
             return
         self._status_at = now + STATUS_INTERVAL_S
         if not closed:
             self.sink.attempt(self.sink.writer.flush)
-        config = self.config
-        if now >= self._retention_at and (config.max_bytes is not None or config.max_age_s is not None):
-            self._retention_at = now + RETENTION_INTERVAL_S
-            self.sink.attempt(self._enforce)
-        sealed = self.sink.writer.shard - 1
-        self.ring.writer.add("shards_sealed", sealed - self._num_sealed)
-        self._num_sealed = sealed
         try:
             write_status(self.status_path, self.status(closed))
         except FileNotFoundError as err:

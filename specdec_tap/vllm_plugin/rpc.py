@@ -1,4 +1,4 @@
-"""Methods on vLLM's workers that ``engine.collective_rpc(name)`` can call, and the end of a weight update."""
+"""Methods on vLLM's workers that ``engine.collective_rpc(name)`` can call, and the events of a worker's life."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def patch_worker_base(module: ModuleType) -> None:
 
 
 def patch_worker(module: ModuleType) -> None:
-    """Notice weights that arrive over a weight-transfer engine, not through ``reload_weights``."""
+    """Notice the end of a worker, and weights that arrive otherwise than through ``reload_weights``."""
     worker = module.Worker
+    worker.shutdown = _wrap_shutdown(worker.shutdown)
     if hasattr(worker, "finish_weight_update"):
         worker.finish_weight_update = _wrap_finish(worker.finish_weight_update)
 
@@ -42,6 +43,17 @@ def specdec_tap_status(self: Any) -> dict[str, Any] | None:
     """Return what this worker knows of its capture, or None when it does not capture."""
     plan = plan_of(self.model_runner)
     return None if plan is None or plan.tap is None else plan.tap.status()
+
+
+def _wrap_shutdown(original: Any) -> Any:
+    @functools.wraps(original)
+    def shutdown(self: Any) -> None:
+        plan = plan_of(self.model_runner)
+        if plan is not None and plan.tap is not None:
+            plan.tap.close()
+        original(self)
+
+    return shutdown
 
 
 def _wrap_finish(original: Any) -> Any:

@@ -63,6 +63,15 @@ class Stager(Protocol):
         ...
 
 
+def gather_states(step: StepRows, index: torch.Tensor | None, target: torch.Tensor) -> None:
+    """Copy the wanted rows of every layer to ``target [num_layers, num_rows, H]``."""
+    if index is None:  # one operation for all layers
+        torch.stack([state[: step.layout.num_rows] for state in step.states], out=target)
+        return
+    for layer, state in enumerate(step.states):
+        torch.index_select(state, 0, index, out=target[layer])
+
+
 class CpuStager:
     """For the CPU backend: plain copies by the calling thread, through typed views of the whole ring."""
 
@@ -74,15 +83,9 @@ class CpuStager:
     def stage(self, step: StepRows, at: list[int], offset: int) -> None:
         num_rows, hidden = step.layout.num_rows, step.layout.hidden_size
         index = None if step.rows is None else torch.from_numpy(step.rows)
-        size = num_rows * hidden
         begin = offset // self._item
-        for state in step.states:
-            target = self._states[begin : begin + size].view(num_rows, hidden)
-            if index is None:
-                target.copy_(state[:num_rows])
-            else:
-                torch.index_select(state, 0, index, out=target)
-            begin += size
+        target = self._states[begin : begin + step.layout.num_layers * num_rows * hidden]
+        gather_states(step, index, target.view(-1, num_rows, hidden))
         take = slice(num_rows) if step.rows is None else step.rows
         begin = (offset + at[1]) // 8
         self._longs[begin : begin + num_rows] = step.positions.numpy()[take]
@@ -174,7 +177,7 @@ class DeviceStager:
             layout = step.layout
             size = layout.num_layers * layout.num_rows * layout.hidden_size * self._dtype.itemsize
             target = buffer[:size].view(self._dtype)
-            self._gather_states(step, index, target.view(-1, layout.num_rows, layout.hidden_size))
+            gather_states(step, index, target.view(-1, layout.num_rows, layout.hidden_size))
             first = 0
         else:
             self._stage_states_in_slices(step, index, offset)
@@ -189,13 +192,6 @@ class DeviceStager:
                 : step.layout.num_requests
             ]
         return self._end(turn)
-
-    def _gather_states(self, step: StepRows, index: torch.Tensor | None, target: torch.Tensor) -> None:
-        if index is None:
-            torch.stack([state[: step.layout.num_rows] for state in step.states], out=target)
-            return
-        for layer, state in enumerate(step.states):
-            torch.index_select(state, 0, index, out=target[layer])
 
     def _stage_states_in_slices(self, step: StepRows, index: torch.Tensor | None, offset: int) -> None:
         """A step larger than a buffer (a long prefill): layer by layer, as many rows at a time as fit."""

@@ -15,6 +15,7 @@ import functools
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +144,15 @@ class Tap:
         self._num_silent = 0
         self._num_controls = 0
         self._cache_told = False
-        self.channel = WriterChannel(self.ring, header, self._hello)
+        hello = weakref.WeakMethod(self._hello)
+        self.channel = WriterChannel(self.ring, header, lambda: hello()())  # type: ignore[misc]
+        # An engine that is dropped without a word lets its writer seal, too.
+        weakref.finalize(self, self.channel.close)
+
+    def close(self) -> None:
+        """The engine shuts down: no more steps; the writer seals what it holds."""
+        self.active = False
+        self.channel.close()
 
     def _hello(self) -> dict[str, Any]:
         limits = self.limits

@@ -1,0 +1,125 @@
+"""The folder stays inside its bounds, and what dead writers left is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from helpers.fake_engine import FakeRunner, make_header, make_tap, new_request, schedule
+
+from specdec_tap import open_shards
+from specdec_tap.capture.retention import end_dead_streams, enforce
+from specdec_tap.shards.writer import ShardWriter
+
+
+@pytest.fixture
+def put(tmp_path):
+    """Make files that look like shards; returns their path."""
+
+    def make(name: str, *, size: int = 100, age_s: float = 0.0) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(size))
+        os.utime(path, (time.time() - age_s,) * 2)
+        return path
+
+    return make
+
+
+def left(root: Path) -> set[str]:
+    return {str(p.relative_to(root)) for p in root.glob("*/*") if not p.name.startswith(".")}
+
+
+def test_the_oldest_sealed_shards_go_first_until_the_folder_fits(put, tmp_path):
+    for i in range(5):
+        put(f"own/00000{i + 1}.safetensors", age_s=50 - i)
+    removed = enforce(tmp_path, "own", max_bytes=250, max_age_s=None)
+    assert [(r.stream, r.shard, r.num_bytes) for r in removed] == [
+        ("own", 1, 100),
+        ("own", 2, 100),
+        ("own", 3, 100),
+    ]
+    assert left(tmp_path) == {"own/000004.safetensors", "own/000005.safetensors"}
+
+
+def test_shards_that_are_too_old_go_whatever_the_size(put, tmp_path):
+    put("own/000001.safetensors", age_s=100)
+    put("own/000002.safetensors", age_s=10)
+    assert [r.shard for r in enforce(tmp_path, "own", max_bytes=None, max_age_s=60)] == [1]
+
+
+def test_journals_count_and_stay(put, tmp_path):
+    put("own/000001.open", age_s=100, size=1000)
+    put("own/000002.safetensors", age_s=1)
+    assert [r.shard for r in enforce(tmp_path, "own", max_bytes=500, max_age_s=50)] == [2]
+    assert left(tmp_path) == {"own/000001.open"}
+
+
+def test_a_living_writers_shards_stay_and_a_dead_ones_go(put, tmp_path):
+    with ShardWriter(tmp_path, make_header(4).replace(stream="living")):
+        put("living/000009.safetensors", age_s=100)
+        put("dead/000001.safetensors", age_s=50)
+        enforce(tmp_path, "own", max_bytes=0, max_age_s=None)
+        assert "living/000009.safetensors" in left(tmp_path)
+        assert "dead/000001.safetensors" not in left(tmp_path)
+
+
+def test_files_that_are_no_shards_are_never_touched(put, tmp_path):
+    put("target/target.safetensors", age_s=100)
+    put("own/notes.safetensors", age_s=100)
+    put("own/000001.safetensors.bak", age_s=100)
+    outside = put("000001.safetensors", age_s=100)
+    (tmp_path / "own" / "000002.safetensors").symlink_to(outside)
+    assert enforce(tmp_path, "own", max_bytes=0, max_age_s=1) == []
+    assert outside.exists()
+
+
+def test_a_dead_writers_journal_is_sealed_and_its_stream_closed(tmp_path):
+    writer = ShardWriter(tmp_path, make_header(4).replace(stream="dead"))
+    status = tmp_path / "dead" / ".status.json"
+    status.write_text(json.dumps({"closed": False, "live_requests": 3, "stream": "dead"}))
+    os.close(writer._fd)  # the kernel lets go of a dead writer's locks like this
+    os.close(writer._lock_fd)
+    assert end_dead_streams(tmp_path) == 1
+    assert left(tmp_path) == {"dead/000001.safetensors"}
+    assert json.loads(status.read_text()) == {"closed": True, "live_requests": 0, "stream": "dead"}
+
+
+def test_a_living_writers_journal_is_left_alone(tmp_path):
+    with ShardWriter(tmp_path, make_header(4).replace(stream="living")):
+        assert end_dead_streams(tmp_path) == 0
+        assert left(tmp_path) == {"living/000001.open"}
+
+
+def test_a_budget_is_kept_to_within_one_shard_and_records_point_at_nothing_that_is_gone(tmp_path):
+    """Three megabytes of states through a budget of a quarter of one."""
+    root, hidden = tmp_path / "shards", 64
+    tap = make_tap(root, hidden_size=hidden, max_shard_bytes=1 << 16, max_bytes=1 << 18)
+    run, prefix = FakeRunner("v1", hidden), list(range(1, 65))
+    deadline = time.monotonic() + 60
+    number = 0
+    while tap.status()["writer"]["retired_bytes"] < 1 << 18:
+        assert time.monotonic() < deadline
+        name, prompt = f"r{number}", [*prefix, *([number % 900 + 1] * 64)]
+        hit = 64 if number else 0
+        tap.on_schedule(schedule([new_request(name, prompt, max_tokens=1)]))
+        tap.on_step(run.step([name], [128 - hit], [hit], prompt[hit:], [[5]]))
+        tap.on_schedule(schedule(finished=[name]))
+        number += 1
+        if number % 8 == 0:
+            time.sleep(0.1)
+    tap.channel.finish()
+    sizes = sum(p.stat().st_size for p in root.glob("*/0*"))
+    assert sizes < (1 << 18) + (1 << 17)
+    store = open_shards(root)
+    assert not store.skipped
+    assert len(store) > 5
+    newest = store[len(store) - 1]
+    assert newest.gaps == [(0, 64)]  # the prefix lay in a shard that is gone: an explicit gap
+    for record in store:
+        for start, stop in [(0, 64)] if record.gaps else [(0, record.num_rows)]:
+            if not record.gaps:
+                record.aux(start, stop)
