@@ -21,7 +21,7 @@ from .mla import KIMI_K2, LatentShape
 from .model import LAYERS, DraftConfig, Eagle3Drafter, init_weights
 from .objective import Eagle3Objective
 from .rope import rope_parameters
-from .vocab import automatic_size, choose_draft_ids, mappings
+from .vocab import choose_draft_ids, draft_size, loss_size, mappings
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +143,23 @@ def draft_vocabulary(config: TrainConfig, target: Target, counts: np.ndarray) ->
     vocab = target.vocab_size
     size = config.draft_vocab_size
     if size is None:
-        size = automatic_size(
-            counts, vocab, largest=config.max_draft_vocab_size, smallest=config.min_draft_vocab_size
-        )
+        size = draft_size(vocab, largest=config.max_draft_vocab_size, full_limit=config.full_vocab_limit)
     ids = choose_draft_ids(counts, size, always=end_tokens(target))
     return None if size == vocab else ids
+
+
+def loss_rows(
+    config: TrainConfig, draft_ids: np.ndarray | None, target: Target, counts: np.ndarray
+) -> Tensor | None:
+    """Draft ids that the training loss is taken over, ascending; None for all of them."""
+    mine = counts if draft_ids is None else counts[draft_ids]
+    size = config.loss_vocab_size or loss_size(counts)
+    if config.train_lm_head or size >= len(mine):
+        return None
+    always = end_tokens(target)
+    if draft_ids is not None:
+        always = np.flatnonzero(np.isin(draft_ids, always)).tolist()
+    return torch.from_numpy(choose_draft_ids(mine, size, always=always))
 
 
 def end_tokens(target: Target) -> list[int]:
@@ -234,8 +246,19 @@ def build(
     draft_ids: np.ndarray | None,
     device: torch.device,
     source: Eagle3Drafter | None = None,
+    counts: np.ndarray | None = None,
 ) -> Eagle3Objective:
-    """Model, teacher and objective on ``device``; weights come from ``source`` where there is one."""
+    """Model, teacher and objective on ``device``.
+
+    Args:
+        config: Settings.
+        draft: Shape of the drafter.
+        target: Tables and head.
+        draft_ids: Target ids of the draft vocabulary; None for all.
+        device: Where to train.
+        source: Drafter whose weights are the start, or None.
+        counts: How often each target token was generated; chooses the rows of the loss.
+    """
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     generator = torch.Generator().manual_seed(config.seed)
     model = Eagle3Drafter(draft, compute_dtype=dtype)
@@ -264,15 +287,23 @@ def build(
         layer.dropout = config.dropout
     model.embed_weight = target.embed.torch()[: target.vocab_size]
     model.to(device)
-    teacher = TeacherHead(
-        head.to(device, dtype), None if ids is None else ids.to(device),
-        bias=None if bias is None else bias.to(device, dtype),
-        logit_scale=target.logit_scale, logit_softcap=target.logit_softcap,
-        temperature=config.teacher_temperature, hard_weight=config.hard_weight,
-    )  # fmt: skip
+    table = head.to(device, dtype)
+
+    def teacher_over(ids: Tensor | None) -> TeacherHead:
+        return TeacherHead(
+            table, None if ids is None else ids.to(device),
+            bias=None if bias is None else bias.to(device, dtype),
+            logit_scale=target.logit_scale, logit_softcap=target.logit_softcap,
+            temperature=config.teacher_temperature, hard_weight=config.hard_weight,
+        )  # fmt: skip
+
+    rows = None if counts is None else loss_rows(config, draft_ids, target, counts)
+    all_ids = torch.arange(target.vocab_size) if ids is None else ids
     return Eagle3Objective(
-        model, teacher, steps=config.ttt_steps, decay=config.ttt_decay,
+        model, teacher_over(ids), steps=config.ttt_steps, decay=config.ttt_decay,
         broken_keep=config.broken_keep, noise=config.noise, feature_weight=config.feature_weight,
+        loss_rows=None if rows is None else rows.to(device),
+        loss_teacher=None if rows is None else teacher_over(all_ids[rows]),
     )  # fmt: skip
 
 

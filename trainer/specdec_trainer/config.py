@@ -39,9 +39,13 @@ class TrainConfig:
     draft_vocab_size: int | None = None
     """Tokens the drafter can propose; None chooses from traffic, at most max_draft_vocab_size."""
     max_draft_vocab_size: int = 32000
-    """Upper bound of the automatic draft vocabulary."""
-    min_draft_vocab_size: int = 8192
-    """Lower bound of the automatic draft vocabulary, so that a short capture leaves room for new words."""
+    """Size of the automatic draft vocabulary of targets with more than full_vocab_limit tokens."""
+    full_vocab_limit: int = 65536
+    """Targets with at most so many tokens get drafters that can propose all of them: new traffic brings words
+    that a capture has not seen, and an unknown word is never accepted."""
+    loss_vocab_size: int | None = None
+    """Rows of a frozen head over which the loss is taken, the most used ones; None takes twice as many as
+    the traffic has different tokens, at least 8,192. The target's other rows follow by themselves."""
     aux_layer_ids: str | None = None
     """Which of the captured layers are the drafter's input, such as 2,15,27; None takes all of them."""
     norm_before_residual: bool = True
@@ -195,11 +199,6 @@ class TrainConfig:
             problems.append(f"ttt_decay is {self.ttt_decay}; expected more than 0, at most 1")
         if self.norm_before_fc and self.fc_norm:
             problems.append("norm_before_fc and fc_norm are both set; choose one, the engines apply only one")
-        if self.min_draft_vocab_size > self.max_draft_vocab_size:
-            problems.append(
-                f"min_draft_vocab_size is {self.min_draft_vocab_size:,}, above max_draft_vocab_size "
-                f"{self.max_draft_vocab_size:,}"
-            )
         if problems:
             raise ConfigError("; ".join(problems))
 

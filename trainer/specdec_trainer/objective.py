@@ -58,6 +58,8 @@ class Eagle3Objective:
         broken_keep: float = 1.0,
         noise: float = 0.0,
         feature_weight: float = 0.0,
+        loss_rows: Tensor | None = None,
+        loss_teacher: TeacherHead | None = None,
     ) -> None:
         """Bind model and teacher.
 
@@ -70,29 +72,43 @@ class Eagle3Objective:
                 continues them; 1 is plain TTT.
             noise: Uniform noise on the aux states, as a share of their standard deviation.
             feature_weight: Weight of the cosine distance between the drafter's state and the target's.
+            loss_rows: Draft ids that the training loss is taken over ``[L]``; None for all. Only with a frozen
+                head: its other rows are the target's and follow by themselves. Evaluation sees every row.
+            loss_teacher: Teacher over these rows.
         """
         self.model, self.teacher = model, teacher
         self.steps, self.decay = steps, decay
         self.broken_keep, self.noise = broken_keep, noise
         self.feature_weight = feature_weight
+        self.loss_rows, self.loss_teacher = loss_rows, loss_teacher
+        self._loss_head: Tensor | None = None
 
-    def teach(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Teacher of every supervised row: ``(centroid [N, H], best draft id [N])``; -1 is no draft id."""
-        head = self.model.lm_head.weight
+    def teach(self, batch: Batch, *, training: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """What every supervised row is compared with.
+
+        Returns:
+            ``(head [V, H], centroid [N, H], best row of the head [N])``; -1 where the head has no row for the
+            target's token. In training the head may be a part of the drafter's.
+        """
+        teacher, head = self.teacher, self.model.lm_head.weight
+        if training and self.loss_rows is not None:
+            if self._loss_head is None:
+                self._loss_head = head.detach()[self.loss_rows]
+            teacher, head = self.loss_teacher, self._loss_head
         final = batch.final.to(self.model.compute_dtype)
         with torch.no_grad():
             greedy = self.teacher.greedy(final) if batch.greedy is None else batch.greedy
-        teacher = self.teacher(final, greedy, head, batch.centroid)
+        said = teacher(final, greedy, head, batch.centroid)
         batch.notes["greedy"] = greedy
         if not head.requires_grad:
-            batch.notes["centroid"] = teacher.centroid
+            batch.notes["centroid"] = said.centroid
         if len(batch.taught) == batch.num_supervised:
-            return teacher.centroid, teacher.best
+            return head, said.centroid, said.best
         # Rows without a teacher learn their token itself.
-        best = self.teacher.to_draft[batch.labels]
-        best[batch.taught] = teacher.best
-        centroid = head[best.clamp(min=0)].to(teacher.centroid.dtype)
-        return centroid.index_copy(0, batch.taught, teacher.centroid), best
+        best = teacher.to_draft[batch.labels]
+        best[batch.taught] = said.best
+        centroid = head[best.clamp(min=0)].to(said.centroid.dtype)
+        return head, centroid.index_copy(0, batch.taught, said.centroid), best
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Sums:
         """Loss of one batch with its gradient graph."""
@@ -109,8 +125,7 @@ class Eagle3Objective:
         model = self.model
         if self.noise and model.training:
             batch = _with_noise(batch, self.noise, generator)
-        centroid, best = self.teach(batch)
-        head = model.lm_head.weight
+        head, centroid, best = self.teach(batch, training=table is None)
         dtype = wide(model.compute_dtype)
         total = torch.zeros((), device=device, dtype=dtype)
         sums = [torch.zeros(steps, device=device, dtype=dtype) for _ in range(4)]

@@ -135,17 +135,18 @@ def _run(
     else:
         draft = dataclasses.replace(source.config, draft_vocab_size=size)
         say(f"starting from {str(config.init_from)!r}: its layers, norms and weights")
-    objective = building.build(config, draft, target, draft_ids, device, source)
+    objective = building.build(config, draft, target, draft_ids, device, source, survey.counts)
     facts = building.describe(draft, objective.model, building.draft_shape(target, config.layer))
     coverage = (
         1.0 if draft_ids is None else float(survey.counts[draft_ids].sum() / max(1, survey.counts.sum()))
     )
     facts["draft_vocab_coverage"] = coverage
+    rows = objective.loss_rows
+    facts["loss_vocab_size"] = size if rows is None else len(rows)
     say(
-        f"drafter: {facts['architecture']}; {facts['trainable_parameters']:,} of "
-        f"{facts['parameters']:,} parameters "
-        f"trained; draft vocabulary {size:,} of {target.vocab_size:,} (covers {coverage:.2%} of "
-        "training tokens)"
+        f"drafter: {facts['architecture']}; {facts['trainable_parameters']:,} of {facts['parameters']:,} "
+        f"parameters trained; draft vocabulary {size:,} of {target.vocab_size:,} (covers {coverage:.2%} of "
+        f"training tokens), loss over {facts['loss_vocab_size']:,} of them"
     )
     optimizers = Optimizers(
         objective.model, name=config.optimizer, lr=config.lr, adamw_lr=config.adamw_lr,

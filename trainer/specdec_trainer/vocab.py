@@ -36,20 +36,15 @@ def choose_draft_ids(counts: np.ndarray, size: int, always: list[int] | None = N
     return np.sort(order[:size]).astype(np.int64)
 
 
-def automatic_size(counts: np.ndarray, vocab: int, *, largest: int, smallest: int) -> int:
-    """A size for a target vocabulary of ``vocab`` tokens: all of a small one, else ``largest``.
+def draft_size(vocab: int, *, largest: int, full_limit: int) -> int:
+    """Draft vocabulary for a target of ``vocab`` tokens: all of them up to ``full_limit``, else ``largest``."""
+    return vocab if vocab <= full_limit else min(vocab, largest)
 
-    Args:
-        counts: Unused tokens are allowed; only the number of different generated tokens matters.
-        vocab: Target vocabulary.
-        largest: Upper bound, from the configuration.
-        smallest: Lower bound, so that a short capture still leaves room for new words.
-    """
-    if vocab <= smallest:
-        return vocab
+
+def loss_size(counts: np.ndarray, *, smallest: int = 8192) -> int:
+    """Rows that the training loss is taken over: room for twice the tokens that were seen, a power of two."""
     seen = int((counts > 0).sum())
-    size = 1 << max(0, 2 * seen - 1).bit_length()
-    return int(min(vocab, max(smallest, min(largest, size))))
+    return max(smallest, 1 << max(0, 2 * seen - 1).bit_length())
 
 
 def mappings(draft_ids: np.ndarray, vocab: int) -> tuple[np.ndarray, np.ndarray]:

@@ -24,7 +24,7 @@ from specdec_tap.errors import ConfigError, InputError
 
 SMALL = {
     "epochs": 4, "batch_tokens": 90, "ttt_steps": 3, "eval_draft_tokens": 3, "held_out": 0.15, "dtype": "float32",
-    "log_steps": 1, "min_draft_vocab_size": 8, "lr": 5e-3, "warmup": 0.0,
+    "log_steps": 1, "lr": 5e-3, "warmup": 0.0,
 }  # fmt: skip
 
 
@@ -292,3 +292,13 @@ def test_log_lines_carry_what_the_dashboard_reads(target: Path, tmp_path: Path) 
     ].keys()
     assert lines(tmp_path / "run", "end")[0]["best"] == max(x["simulated_acceptance_length"] for x in evals)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["epochs"] == 2
+
+
+def test_loss_over_part_of_a_frozen_head_evaluates_over_all_of_it(target: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = go(target, out, loss_vocab_size=20, epochs=2)
+    facts = lines(out, "start")[0]["drafter"]
+    assert (facts["draft_vocab_size"], facts["loss_vocab_size"]) == (40, 20)
+    assert load_file(result.drafter / "model.safetensors")["lm_head.weight"].shape[0] == 40
+    trained = go(target, tmp_path / "head", loss_vocab_size=20, epochs=1, train_lm_head=True)
+    assert trained.facts["loss_vocab_size"] == 40

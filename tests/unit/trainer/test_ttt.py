@@ -191,3 +191,28 @@ def test_inputs_from_inference_mode_and_noise_train() -> None:
     objective.loss(batch, torch.Generator().manual_seed(0)).total.backward()
     assert torch.equal(batch.aux, before)
     assert all(float(p.grad.abs().max()) > 0 for p in parts.model.parameters())
+
+
+def test_loss_over_chosen_rows_equals_a_smaller_vocabulary() -> None:
+    """Training over rows of a frozen head is training a drafter that has only these rows."""
+    small = make_parts(draft_vocab_size=11)
+    whole = make_parts()
+    ids = small.draft_ids
+    with torch.no_grad():
+        for name, p in whole.model.named_parameters():
+            p.copy_(whole.target_head if name.startswith("lm_head") else small.model.get_parameter(name))
+        small.model.lm_head.weight.copy_(whole.target_head[ids])
+    small.teacher = type(small.teacher)(whole.target_head, ids)
+    for parts in (small, whole):
+        parts.model.lm_head.weight.requires_grad_(False)
+        parts.model.embed_weight = whole.embed
+    batch = pack(packed_documents(np.random.default_rng(11)))
+    part = Eagle3Objective(whole.model, whole.teacher, steps=3, loss_rows=ids, loss_teacher=small.teacher)
+    want = Eagle3Objective(small.model, small.teacher, steps=3).loss(batch)
+    got = part.loss(pack(packed_documents(np.random.default_rng(11))))
+    torch.testing.assert_close(got.total, want.total)
+    assert torch.equal(got.correct, want.correct)
+    # Evaluation compares with every row.
+    _, all_rows = part.matches(pack(packed_documents(np.random.default_rng(11))), 3)
+    assert int(all_rows.lost.sum()) == 0
+    assert int(want.lost.sum()) > 0
