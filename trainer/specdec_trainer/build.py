@@ -67,14 +67,17 @@ def draft_shape(target: Target, layer: str = "llama") -> Shape:
 
 
 def latent_shape(target: Target) -> LatentShape:
-    """Sizes of latent attention: the target's own, or Kimi-K2's where it has none."""
+    """Sizes of latent attention: the target's own, and Kimi-K2's where it has none.
+
+    The query always gets a latent, because vLLM 0.32 cannot load a drafter without one.
+    """
     text = target.text_config
+    rank = text.get("q_lora_rank") or min(KIMI_K2.q_lora_rank or 0, target.hidden_size)
     if not text.get("kv_lora_rank"):
-        return replace(KIMI_K2, q_lora_rank=min(KIMI_K2.q_lora_rank or 0, target.hidden_size))
+        return replace(KIMI_K2, q_lora_rank=int(rank))
     try:
-        rank = text.get("q_lora_rank")
         return LatentShape(
-            q_lora_rank=None if rank is None else int(rank),
+            q_lora_rank=int(rank),
             kv_lora_rank=int(text["kv_lora_rank"]),
             qk_nope_head_dim=int(text["qk_nope_head_dim"]),
             qk_rope_head_dim=int(text["qk_rope_head_dim"]),
@@ -285,6 +288,7 @@ def build(
         model.lm_head.to(dtype)  # a frozen table needs no float32 master
     for layer in model.layers:
         layer.dropout = config.dropout
+    model.input_dropout = config.input_dropout
     model.embed_weight = target.embed.torch()[: target.vocab_size]
     model.to(device)
     table = head.to(device, dtype)

@@ -66,6 +66,12 @@ class TrainConfig:
     """Drafter folder (vLLM, SGLang or speculators layout) to start from; its shape and norms win over the
     settings here, its draft vocabulary over an automatic one."""
 
+    init: Literal["random", "identity", "layer"] = "random"
+    """Where a new drafter starts: random; its first state equal to the last captured layer (identity); that and
+    the weights of the target's last decoder layer, which needs its whole checkpoint (layer)."""
+    calibrate: bool = False
+    """Start the norm before the fusion so that every channel of the captured states has the same size."""
+
     # -- objective
     ttt_steps: int = 4
     """Draft steps unrolled in training (training-time test)."""
@@ -108,6 +114,8 @@ class TrainConfig:
     """Largest gradient norm; 0 turns clipping off."""
     dropout: float = 0.0
     """Dropout on what attention and MLP add to the residual stream."""
+    input_dropout: float = 0.0
+    """Dropout on the aux states."""
     noise: float = 0.0
     """Uniform noise on the aux states, as a share of their standard deviation."""
     ema: float = 0.0
@@ -177,7 +185,16 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 problems.append(f"{name} is {value}; expected more than 0")
-        for name in ("broken_keep", "hard_weight", "held_out", "warmup", "lr_floor", "dropout", "ema"):
+        for name in (
+            "broken_keep",
+            "hard_weight",
+            "held_out",
+            "warmup",
+            "lr_floor",
+            "dropout",
+            "input_dropout",
+            "ema",
+        ):
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 problems.append(f"{name} is {value}; expected 0 to 1")

@@ -355,6 +355,16 @@ class Dataset:
             )
         return pack(documents, tuple(key))
 
+    def sample_aux(self, rows: int) -> Tensor:
+        """Aux states of documents spread over the data set, at least ``rows`` of them where there are so many."""
+        order = np.random.default_rng(0).permutation(len(self.survey.stretches)).tolist()
+        parts: list[Tensor] = []
+        for i in order:
+            if sum(len(p) for p in parts) >= rows:
+                break
+            parts.append(self.load([i]).aux)
+        return torch.cat(parts)
+
     def remember(self, batch: Batch) -> None:
         """Keep what the target said about a used batch, so that it is worked out once.
 

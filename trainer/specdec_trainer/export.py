@@ -100,8 +100,13 @@ def engine_config(
 ) -> dict[str, Any]:
     """``config.json`` of one format."""
     names = LAYERS[draft.layer].engine
-    if draft.layer == "kimik2" and format != "vllm":
-        raise ConfigError(f"layer kimik2 cannot be expressed in the {format} format; export for vllm")
+    if draft.latent is not None and format != "vllm":
+        raise ConfigError(f"layer {draft.layer} cannot be expressed in the {format} format; export for vllm")
+    if draft.latent is not None and draft.latent.q_lora_rank is None:
+        raise ConfigError(
+            "the drafter has no query latent (q_lora_rank null), and vLLM 0.32 looks for one in every drafter "
+            f"of layer {draft.layer}; train with q_lora_rank set"
+        )
     flat: dict[str, Any] = {
         "model_type": names.model_type,
         "hidden_size": draft.hidden_size,

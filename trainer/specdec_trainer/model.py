@@ -109,6 +109,7 @@ class Eagle3Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
+        self.input_dropout = 0.0
         size, num_aux = config.hidden_size, len(config.aux_layer_ids)
         kind = LAYERS[config.layer]
         rope = kind.rope_for(config)
@@ -140,9 +141,11 @@ class Eagle3Drafter(nn.Module):
         """First-step input ``[n, H]`` from aux states ``[n, A, H]``."""
         x = aux.to(self.compute_dtype)
         if self.config.norm_before_fc:
-            return project(self.input_norm(x.flatten(1)), self.fc)
-        if self.config.fc_norm:
+            x = self.input_norm(x.flatten(1))
+        elif self.config.fc_norm:
             x = torch.stack([norm(x[:, i]) for i, norm in enumerate(self.fc_norm)], 1)
+        if self.input_dropout and self.training:
+            x = F.dropout(x, self.input_dropout)
         return project(x.flatten(1), self.fc)
 
     def finish(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from specdec_tap.errors import ConfigError, InputError
 from specdec_tap.target import Target, load_target
 
 from . import build as building
-from . import checkpoint, data, runlog
+from . import checkpoint, data, runlog, start
 from .batch import Batch
 from .card import model_card
 from .config import TrainConfig
@@ -141,6 +141,14 @@ def _run(
         1.0 if draft_ids is None else float(survey.counts[draft_ids].sum() / max(1, survey.counts.sum()))
     )
     facts["draft_vocab_coverage"] = coverage
+    if source is None and not checkpoints and (config.calibrate or config.init != "random"):
+        sample = data.Dataset(store, survey, columns=columns_of(captured, aux_ids)).sample_aux(4096)
+        if config.calibrate:
+            start.calibrate(objective.model, sample)
+        if config.init != "random":
+            start.start_from_identity(objective.model, sample)
+        if config.init == "layer":
+            start.start_from_layer(objective.model, target, sample)
     rows = objective.loss_rows
     facts["loss_vocab_size"] = size if rows is None else len(rows)
     say(
@@ -252,8 +260,7 @@ class _Session:
         return len(mine), self._remembering(self._prefetcher)
 
     def _columns(self) -> list[int] | None:
-        captured, chosen = list(self.store.header.aux_layer_ids), self.objective.model.config.aux_layer_ids
-        return None if captured == list(chosen) else [captured.index(i) for i in chosen]
+        return columns_of(tuple(self.store.header.aux_layer_ids), self.objective.model.config.aux_layer_ids)
 
     def _remembering(self, batches: data.Prefetcher) -> Iterator[Batch]:
         for batch in batches:
@@ -402,6 +409,11 @@ def _counts(survey: data.Survey) -> dict[str, Any]:
         "records": survey.records, "tokens": survey.tokens, "generated_tokens": survey.generated,
         "supervised_tokens": survey.supervised, "left_out": dict(survey.skipped),
     }  # fmt: skip
+
+
+def columns_of(captured: tuple[int, ...], chosen: tuple[int, ...]) -> list[int] | None:
+    """Where the chosen layers lie among the captured ones; None when they are all of them."""
+    return None if captured == chosen else [captured.index(i) for i in chosen]
 
 
 def prepare_folder(folder: Path, *, resume: bool) -> None:

@@ -211,9 +211,8 @@ def test_greedy_tokens_are_remembered_by_document() -> None:
 
 def test_centroids_are_remembered_while_they_fit() -> None:
     """The second pass uses the first one's teacher, and gives the same loss."""
-    from trainer_fakes import make_parts
-
     from specdec_trainer.objective import Eagle3Objective
+    from trainer_fakes import make_parts
 
     parts = make_parts(dtype=torch.float32)
     parts.model.lm_head.weight.requires_grad_(False)

@@ -59,7 +59,14 @@ def test_a_run_learns_and_leaves_a_sound_drafter(target: Path, tmp_path: Path) -
     result = go(target, tmp_path / "run", epochs=30, lr=1e-2, eval_epochs=10)
     assert result.evaluation.simulated_acceptance_length > 1.4
     assert check_drafter(result.drafter) == []
-    for name in ("config.json", "provenance.json", "log.jsonl", "loss.png", "accuracy.png", "drafter/README.md"):
+    for name in (
+        "config.json",
+        "provenance.json",
+        "log.jsonl",
+        "loss.png",
+        "accuracy.png",
+        "drafter/README.md",
+    ):
         assert (tmp_path / "run" / name).stat().st_size > 0, name
 
 
