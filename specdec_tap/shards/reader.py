@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import os
-import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -37,7 +36,8 @@ from .frames import (
 from .layout import Piece, RecordMeta, ShardHeader, Span
 from .lossy import to_float
 from .records import BLOCK_COLUMNS, RECORD_COLUMNS, decode_index, decode_record
-from .scan import Scan, read_exactly, scan_frames
+from .scan import Scan, scan_frames
+from .source import DescriptorPool, LocalSource
 from .writer import SHARD_NAME
 
 if TYPE_CHECKING:
@@ -98,8 +98,14 @@ class Problem:
 class ShardFile:
     """One open shard, sealed or live. Thread-safe: reads are positioned and share no state."""
 
-    def __init__(self, path: Path, stream: str, number: int) -> None:
+    def __init__(self, path: Path, stream: str, number: int, pool: DescriptorPool | None = None) -> None:
         """Open and read the header (sealed) or walk the frame heads (live).
+
+        Args:
+            path: The file.
+            stream: Name of its stream's folder.
+            number: By its name.
+            pool: Shared with other files, so that not all stay open.
 
         Raises:
             ShardError: With ``path`` set, for anything wrong with the file.
@@ -111,12 +117,13 @@ class ShardFile:
         self._index: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] | None = None
         self._scan: Scan | None = None
         self._head: SealedHead | None = None
-        self._fd = _open_regular(path)
+        self.source = LocalSource(path, pool or DescriptorPool())
         try:
             with _naming(path):
+                self._size = self.source.size()
+                self._identity = self.source.identity()
                 if path.name.endswith(SEALED_SUFFIX):
-                    size = os.fstat(self._fd).st_size
-                    self._head = unpack_header_area(read_exactly(self._fd, HEADER_AREA_BYTES, 0), size)
+                    self._head = unpack_header_area(self.source.read(0, HEADER_AREA_BYTES), self._size)
                 else:
                     self._scan = Scan()
                     self.refresh()
@@ -155,31 +162,40 @@ class ShardFile:
 
     def info(self) -> ShardInfo:
         """Summary for listings."""
-        size = os.fstat(self._fd).st_size
-        return ShardInfo(self.path, self.stream, self.number, self.sealed, size, self.header, self.totals)
+        return ShardInfo(
+            self.path, self.stream, self.number, self.sealed, self._size, self.header, self.totals
+        )
+
+    def mode(self) -> int:
+        """Permission bits of the file."""
+        return self.source.mode()
 
     def refresh(self) -> None:
         """Pick up frames appended to a live journal since the last call."""
         with self._lock:
             if self._scan is not None and self._head is None:
-                scan_frames(self._fd, self._scan)
+                self._size = self.source.size()
+                scan_frames(self.source, self._scan)
                 self._index = None
 
     def became_sealed(self, path: Path) -> None:
         """The journal was sealed and renamed to ``path``; the open file is the same one."""
-        self.refresh()
-        size = os.fstat(self._fd).st_size
-        with self._lock, _naming(path):
-            self._head = unpack_header_area(read_exactly(self._fd, HEADER_AREA_BYTES, 0), size)
-            self.path = path
+        self.source.close()
+        self.source.path = path
+        with _naming(path):
+            self.refresh()
+            with self._lock:
+                self._head = unpack_header_area(self.source.read(0, HEADER_AREA_BYTES), self._size)
+                self._index = None
+                self.path = path
 
     def same_file(self, path: Path) -> bool:
         """Whether ``path`` is the file that is open here."""
         try:
-            there, here = path.lstat(), os.fstat(self._fd)
+            there = path.lstat()
         except OSError:
             return False
-        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+        return (there.st_dev, there.st_ino) == self._identity
 
     def index(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """``(blocks, records)``: columns of the index, read on first use."""
@@ -218,7 +234,7 @@ class ShardFile:
 
     def _frame(self, offset: int, kind: int, payload_bytes: int) -> bytes:
         """Payload of the frame at ``offset``, checked."""
-        data = read_exactly(self._fd, FRAME_HEAD_BYTES + payload_bytes, offset)
+        data = self.source.read(offset, FRAME_HEAD_BYTES + payload_bytes)
         head = unpack_frame_head(data[:FRAME_HEAD_BYTES], offset)
         if head.kind != kind or head.payload_bytes != payload_bytes:
             raise CorruptShardError(
@@ -258,15 +274,9 @@ class ShardFile:
             )
             return decode_block(self.header, payload)
 
-    def fileno(self) -> int:
-        """Descriptor of the open file, for positioned reads."""
-        return self._fd
-
     def close(self) -> None:
-        """Close the file; safe to call twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the file; safe to call twice, and it opens again when read."""
+        self.source.close()
 
 
 class _naming:
@@ -290,16 +300,6 @@ class _naming:
             raise ShardError(f"{self._path}: {err.strerror or err}", path=self._path) from err
 
 
-def _open_regular(path: Path) -> int:
-    """Open a regular file for reading; refuse symlinks, FIFOs and devices, which could lead anywhere."""
-    with _naming(path):
-        mode = path.lstat().st_mode
-        if not stat.S_ISREG(mode):
-            kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
-            raise ShardError(f"{path}: is {kind}; shards are read from regular files only", path=path)
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
 class Record:
     """One captured request. Token facts are in memory, states are read when asked for."""
 
@@ -308,6 +308,9 @@ class Record:
         self._shard = shard
         self._ordinal = ordinal
         self.meta = meta
+        removed = {p.block.shard for p in meta.pieces if store.was_removed(shard.stream, p.block.shard)}
+        self.pieces = tuple(p for p in meta.pieces if p.block.shard not in removed)
+        """The pieces that are still there: old shards may have been removed to bound the folder's size."""
 
     def __repr__(self) -> str:
         return f"Record({self.id!r}, {self.num_tokens:,} tokens)"
@@ -348,10 +351,15 @@ class Record:
         return self.meta.num_tokens - 1
 
     @property
+    def removed_rows(self) -> int:
+        """Positions whose states went with an old shard; they count as gaps now."""
+        return self.meta.covered_rows - sum(p.row_stop - p.row_start for p in self.pieces)
+
+    @property
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges of positions below T - 1 without states, in order."""
         gaps, at = [], 0
-        for piece in self.meta.pieces:
+        for piece in self.pieces:
             if piece.position > at:
                 gaps.append((at, piece.position))
             at = piece.stop
@@ -363,7 +371,7 @@ class Record:
     def final_span(self) -> list[tuple[int, int]]:
         """Ranges of positions with a final state, merged, in order. Reads indexes, no blocks."""
         spans: list[tuple[int, int]] = []
-        for piece in self.meta.pieces:
+        for piece in self.pieces:
             blocks, number = self._store._block_row(self._shard.stream, piece)
             first = int(blocks["final_row"][number])
             low = max(piece.row_start, first)
@@ -461,7 +469,7 @@ class Record:
         return start, stop
 
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
-        for piece in self.meta.pieces:
+        for piece in self.pieces:
             low, high = max(start, piece.position), min(stop, piece.stop)
             if low < high:
                 yield piece, low, high
@@ -520,8 +528,10 @@ class ShardStore:
         self._starts: list[int] = []
         self._length = 0
         self._known: dict[tuple[str, int], int] = {}
+        self._first: dict[str, int] = {}
         self._header: ShardHeader | None = None
         self._lock = threading.RLock()
+        self._pool = DescriptorPool()
         self._cache: OrderedDict[tuple[str, int, int], Block] = OrderedDict()
         self._cache_bytes = 0
         self._cache_limit = cache_bytes
@@ -619,19 +629,23 @@ class ShardStore:
             How many records were added at the end; the numbers of earlier ones do not change.
         """
         with self._lock:
-            for stream, number, path in self._list():
+            listed = self._list()
+            self._first = {}
+            for stream, number, _ in listed:
+                self._first.setdefault(stream, number)
+            for stream, number, path in listed:
                 key = (stream, number)
                 known = self._files.get(key)
                 try:
                     if known is None:
                         if path in self._refused:
                             continue
-                        self._admit(key, ShardFile(path, stream, number))
+                        self._admit(key, ShardFile(path, stream, number, self._pool))
                     elif not known.sealed and path.name.endswith(SEALED_SUFFIX):
                         if known.same_file(path):
                             known.became_sealed(path)
                         else:
-                            self._files[key] = ShardFile(path, stream, number)
+                            self._files[key] = ShardFile(path, stream, number, self._pool)
                     else:
                         known.refresh()
                 except (ShardError, IncompatibleShardsError) as err:
@@ -678,7 +692,7 @@ class ShardStore:
                 self._known[key] = count
         return added
 
-    def _list(self) -> Iterable[tuple[str, int, Path]]:
+    def _list(self) -> list[tuple[str, int, Path]]:
         """(stream, number, path) of every shard file; for a number that has both, the sealed one."""
         found: dict[tuple[str, int], Path] = {}
         try:
@@ -705,6 +719,10 @@ class ShardStore:
         return [(stream, number, path) for (stream, number), path in sorted(found.items())]
 
     # ---- blocks
+
+    def was_removed(self, stream: str, shard: int) -> bool:
+        """Whether a shard is gone because old shards are removed first: everything before it is gone too."""
+        return shard < self._first.get(stream, 0)
 
     def _block_row(self, stream: str, piece: Piece) -> tuple[dict[str, np.ndarray], int]:
         """Index columns and row of the block that a piece points at, checked against the piece."""

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from ..errors import IncompleteShardError, ShardError, StreamBusyError
 from .frames import OPEN_SUFFIX, SEALED_SUFFIX
-from .scan import Scan, find_frame, read_exactly, scan_frames
+from .scan import Scan, find_frame, scan_frames
+from .source import FdSource, read_exactly
 from .writer import SHARD_NAME, publish, write_seal
 
 
@@ -127,7 +128,7 @@ def _open_for_repair(path: Path) -> int:
 
 
 def _reseal(fd: int, path: Path) -> tuple[int, int, int, int, Path | None]:
-    scan = scan_frames(fd, check_payloads=True)
+    scan = scan_frames(FdSource(fd), check_payloads=True)
     if scan.header is None:
         raise IncompleteShardError(
             f"{path}: holds no whole META frame, so there is nothing to recover; delete it by hand", path=path
@@ -146,14 +147,14 @@ def _reseal(fd: int, path: Path) -> tuple[int, int, int, int, Path | None]:
 def _save_tail(fd: int, path: Path, scan: Scan) -> tuple[int, Path | None]:
     """Copy what stands behind the last usable frame if it is more than one torn frame."""
     size = os.fstat(fd).st_size
-    if scan.was_sealed or scan.problem is None or find_frame(fd, scan.end + 1, size) is None:
+    if scan.was_sealed or scan.problem is None or find_frame(FdSource(fd), scan.end + 1, size) is None:
         return (0 if scan.was_sealed else size - scan.end), None
     tail = path.with_name(f"{path.stem}.{scan.end}.tail")
     try:
         out = os.open(tail, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             for at in range(scan.end, size, 1 << 20):
-                os.write(out, read_exactly(fd, min(1 << 20, size - at), at))
+                os.write(out, read_exactly(fd, at, min(1 << 20, size - at)))
             os.fsync(out)
         finally:
             os.close(out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import dataclass, field
 
 from ..errors import CorruptShardError, IncompleteShardError, ShardError
@@ -23,6 +22,7 @@ from .frames import (
 )
 from .layout import ShardHeader, parse_json
 from .records import Index, decode_record
+from .source import Source
 
 _MAX_META_BYTES = HEADER_AREA_BYTES
 
@@ -47,22 +47,11 @@ class Scan:
     """Why the scan stopped before the end of the file; None at a clean end."""
 
 
-def read_exactly(fd: int, length: int, offset: int) -> bytes:
-    """Up to ``length`` bytes at ``offset``; fewer only where the file ends."""
-    data = os.pread(fd, length, offset)
-    while len(data) < length:
-        more = os.pread(fd, length - len(data), offset + len(data))
-        if not more:
-            break
-        data += more
-    return data
-
-
-def scan_frames(fd: int, scan: Scan | None = None, *, check_payloads: bool = False) -> Scan:
+def scan_frames(source: Source, scan: Scan | None = None, *, check_payloads: bool = False) -> Scan:
     """Walk frames from where ``scan`` ended to the end of the file or the first frame that is not whole.
 
     Args:
-        fd: Open for reading.
+        source: The file.
         scan: An earlier result for the same file, updated and returned.
         check_payloads: Read every BLOCK payload for its checksum. META and RECORD payloads are always
             checked.
@@ -73,10 +62,10 @@ def scan_frames(fd: int, scan: Scan | None = None, *, check_payloads: bool = Fal
     """
     scan = Scan() if scan is None else scan
     scan.problem = None
-    size = os.fstat(fd).st_size
+    size = source.size()
     while scan.end < size and not scan.was_sealed:
         try:
-            head = unpack_frame_head(read_exactly(fd, FRAME_HEAD_BYTES, scan.end), scan.end)
+            head = unpack_frame_head(source.read(scan.end, FRAME_HEAD_BYTES), scan.end)
             if head.sequence != scan.sequence or (head.kind == META) != (scan.sequence == 0):
                 raise CorruptShardError(
                     f"frame at byte {scan.end:,} has kind {head.kind} and number {head.sequence:,}; "
@@ -91,21 +80,21 @@ def scan_frames(fd: int, scan: Scan | None = None, *, check_payloads: bool = Fal
                 scan.was_sealed = True
                 break
             try:
-                _take_frame(fd, scan, head, check_payloads)
+                _take_frame(source, scan, head, check_payloads)
             except ShardError as err:
-                _step_over(fd, scan, head, err)
+                _step_over(source, scan, head, err)
         except ShardError as err:
             scan.problem = err
             break
     return scan
 
 
-def _take_frame(fd: int, scan: Scan, head: FrameHead, check_payloads: bool) -> None:
+def _take_frame(source: Source, scan: Scan, head: FrameHead, check_payloads: bool) -> None:
     at = scan.end + FRAME_HEAD_BYTES
     whole = check_payloads or head.kind != BLOCK
     if head.kind == META and head.payload_bytes > _MAX_META_BYTES:
         raise CorruptShardError(f"META frame has {head.payload_bytes:,} bytes", offset=scan.end)
-    payload = read_exactly(fd, head.payload_bytes if whole else BLOCK_HEAD.size, at)
+    payload = source.read(at, head.payload_bytes if whole else BLOCK_HEAD.size)
     if whole:
         check_payload(head, payload, scan.end)
     if head.kind == META:
@@ -134,7 +123,7 @@ def _take_frame(fd: int, scan: Scan, head: FrameHead, check_payloads: bool) -> N
     scan.sequence += 1
 
 
-def _step_over(fd: int, scan: Scan, head: FrameHead, err: ShardError) -> None:
+def _step_over(source: Source, scan: Scan, head: FrameHead, err: ShardError) -> None:
     """Go on behind a damaged payload, whose length is known, if the next frame proves that it was once whole.
 
     A bad payload at the very end is a torn write, or one that a network file system does not show yet.
@@ -142,7 +131,7 @@ def _step_over(fd: int, scan: Scan, head: FrameHead, err: ShardError) -> None:
     behind = scan.end + FRAME_HEAD_BYTES + head.payload_bytes
     if head.kind == META:
         raise err
-    following = unpack_frame_head(read_exactly(fd, FRAME_HEAD_BYTES, behind), behind)
+    following = unpack_frame_head(source.read(behind, FRAME_HEAD_BYTES), behind)
     if following.sequence != scan.sequence + 1:
         raise err
     err.offset = scan.end if err.offset is None else err.offset
@@ -154,13 +143,13 @@ def _step_over(fd: int, scan: Scan, head: FrameHead, err: ShardError) -> None:
     scan.sequence += 1
 
 
-def find_frame(fd: int, start: int, stop: int) -> int | None:
+def find_frame(source: Source, start: int, stop: int) -> int | None:
     """Offset of the first valid frame head at or after ``start``, anywhere, or None. Reads 1 MiB at a
     time."""
     window = 1 << 20
     at = start
     while at < stop:
-        data = read_exactly(fd, min(window + FRAME_HEAD_BYTES, stop - at), at)
+        data = source.read(at, min(window + FRAME_HEAD_BYTES, stop - at))
         hit = data.find(MAGIC)
         while hit >= 0:
             with contextlib.suppress(ShardError):

@@ -31,7 +31,7 @@ class Stitched:
         self._longest = records[-1]
         self.header = self._longest.header
         self.spans = _joined_spans(self.records)
-        self._aux = _assign([[(p.position, p.stop) for p in r.meta.pieces] for r in records])
+        self._aux = _assign([[(p.position, p.stop) for p in r.pieces] for r in records])
         self._final = _assign([r.final_span for r in records])
 
     def __repr__(self) -> str:

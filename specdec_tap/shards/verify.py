@@ -12,7 +12,6 @@ Three layers, each able to fail on its own:
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from .content import ContentChecker
 from .frames import FRAME_HEAD_BYTES
 from .layout import ShardHeader
 from .reader import Record, ShardFile, ShardStore, open_shards
-from .scan import read_exactly, scan_frames
+from .scan import scan_frames
 
 _MAX_FINDINGS = 1000
 
@@ -164,12 +163,12 @@ def _check_files(
     """
     repeats: set[tuple[str, int, int, int]] = set()
     files = list(store.files())
-    total = sum(os.fstat(f.fileno()).st_size for f in files)
+    total = sum(f.source.size() for f in files)
     done = 0
     for file in files:
         report.counts["num_shards"] += 1
         _check_file(file, report, repeats, lambda n, base=done: tell("bytes", base + n, total))
-        done += os.fstat(file.fileno()).st_size
+        done += file.source.size()
     return repeats
 
 
@@ -180,10 +179,10 @@ def _check_file(
     tell: Callable[[int], None],
 ) -> None:
     where = str(file.path)
-    scan = scan_frames(file.fileno(), check_payloads=True)
+    scan = scan_frames(file.source, check_payloads=True)
     for err in scan.damaged:
         report.add("error", "bad_checksum", where, str(err))
-    size = os.fstat(file.fileno()).st_size
+    size = file.source.size()
     if scan.problem is not None and file.sealed:
         report.add("error", "broken_frame", where, str(scan.problem))
         return
@@ -198,7 +197,7 @@ def _check_file(
             report.add("error", "totals_mismatch", where, f"header says {file.totals}, frames {scan.totals}")
         if not scan.was_sealed:
             report.add("error", "no_index", where, "the frames do not end with an INDEX frame")
-        if os.fstat(file.fileno()).st_mode & 0o077:
+        if file.mode() & 0o077:
             report.add(
                 "warning", "file_mode", where, "other users can read it; captured traffic is private (0600)"
             )
@@ -208,7 +207,7 @@ def _check_file(
         tell(min(offset, size))
         if offset in bad:
             continue
-        payload = read_exactly(file.fileno(), payload_bytes, offset + FRAME_HEAD_BYTES)
+        payload = file.source.read(offset + FRAME_HEAD_BYTES, payload_bytes)
         try:
             block = decode_block(file.header, payload)
         except ShardError as err:
@@ -336,6 +335,15 @@ def _check_records(
             f"{report.counts['num_records_with_gaps']:,} records "
             "have no states (explicit gaps: prefix-cache hits on unknown prefixes, or dropped rows)",
         )
+    if report.counts["num_removed_rows"]:
+        report.add(
+            "warning",
+            "blocks_removed",
+            str(store.root),
+            f"{report.counts['num_removed_rows']:,} positions of "
+            f"{report.counts['num_records_with_removed_rows']:,} records were stored in shards that are gone "
+            "(retention removes the oldest first); they count as gaps",
+        )
     if report.counts["num_response_rows_without_final"]:
         report.add(
             "warning",
@@ -360,6 +368,9 @@ def _check_pieces(
     store: ShardStore, record: Record, report: VerifyReport, repeats: set[tuple[str, int, int, int]]
 ) -> None:
     gap_rows = sum(stop - start for start, stop in record.gaps)
+    report.counts["num_removed_rows"] += record.removed_rows
+    report.counts["num_records_with_removed_rows"] += record.removed_rows > 0
+    gap_rows -= record.removed_rows
     report.counts["num_gap_rows"] += gap_rows
     report.counts["num_records_with_gaps"] += gap_rows > 0
     try:
@@ -375,7 +386,7 @@ def _check_pieces(
                 report.counts["num_response_rows"] += stop - start
                 report.counts["num_response_rows_without_final"] += stop - start - held
     ids = record.token_ids
-    for piece in record.meta.pieces:
+    for piece in record.pieces:
         for row in range(piece.row_start + 1, piece.row_stop) if repeats else ():
             at = piece.position + row - piece.row_start
             if (record.stream, *piece.block, row) in repeats and ids[at] != ids[at - 1]:

@@ -186,12 +186,12 @@ WRITER_SCRIPT = """
 def test_kill_at_random_moments_loses_nothing_acknowledged(tmp_path):
     """The parent kills the writer after a random time; every acknowledged request must still be readable.
 
-    SPECDEC_TAP_KILLS sets how often (200 in the long run of the project's checks; few here, each costs a
+    TAP_TEST_KILLS sets how often (200 in the long run of the project's checks; few here, each costs a
     second).
     """
     rng = random.Random(1)
     total = 0
-    for _ in range(int(os.environ.get("SPECDEC_TAP_KILLS", "6"))):
+    for _ in range(int(os.environ.get("TAP_TEST_KILLS", "6"))):
         child = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(WRITER_SCRIPT), str(tmp_path), str(HERE)],
             stdout=subprocess.PIPE,
