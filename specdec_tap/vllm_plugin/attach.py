@@ -270,7 +270,8 @@ def make_header(
             "tp_size": parallel.tensor_parallel_size,
             "pp_size": parallel.pipeline_parallel_size,
             "dp_size": parallel.data_parallel_size,
-            "dp_rank": parallel.data_parallel_rank,
+            # For dense models vLLM sets the rank of every engine to 0; the index stays.
+            "dp_rank": getattr(parallel, "data_parallel_index", parallel.data_parallel_rank),
             "enforce_eager": int(bool(model_config.enforce_eager)),
         },
     )
