@@ -110,6 +110,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_json(repair)
 
+    forget = action(
+        "forget",
+        "erase single requests: their record and every block that no other request shares",
+        _forget,
+        "forget shards/ host-0/000001/0\nforget shards/ --request-id chatcmpl-123",
+    )
+    forget.add_argument("records", metavar="ID", nargs="*", help="record ids such as host-0/000001/0")
+    forget.add_argument(
+        "--request-id", action="append", default=[], metavar="R", help="records of this request; repeatable"
+    )
+    _add_json(forget)
+
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -465,3 +477,35 @@ def _all_differences() -> tuple[str, ...]:
     from ..shards.reader import ALL_DIFFERENCES
 
     return ALL_DIFFERENCES
+
+
+def _forget(args: argparse.Namespace) -> int:
+    from ..shards.forget import forget
+
+    if not args.records and not args.request_id:
+        raise InputError("nothing to forget; name record ids or --request-id")
+    with _open(args, mixed=True) as store:
+        ids = list(args.records)
+        wanted = set(args.request_id)
+        if wanted:
+            found = {r.meta.request_id: r.id for r in store if r.meta.request_id in wanted}
+            missing = sorted(wanted - set(found))
+            if missing:
+                raise InputError(f"no record of request {missing[0]!r} in {args.path!r}")
+            ids += [r.id for r in store if r.meta.request_id in wanted]
+        report = forget(store, ids)
+    if args.json:
+        _print_json(
+            {
+                "num_records": report.num_records,
+                "num_blocks": report.num_blocks,
+                "kept_blocks": report.kept_blocks,
+                "shards": [str(path) for path in report.shards],
+            }
+        )
+    else:
+        print(
+            f"erased {report.num_records:,} records and {report.num_blocks:,} blocks; "
+            f"{report.kept_blocks:,} blocks stay because other requests share them"
+        )
+    return 0

@@ -72,7 +72,7 @@ def read_block_head(header: ShardHeader, payload: bytes) -> BlockHead:
             f"says {expected}"
         )
     if (
-        not 1 <= rows <= min(header.block_tokens, MAX_BLOCK_TOKENS)
+        rows > min(header.block_tokens, MAX_BLOCK_TOKENS)
         or final_row + final_rows > rows
         or (final_rows and header.final_hidden == "none")
         or (not final_rows and final_row)
@@ -81,7 +81,7 @@ def read_block_head(header: ShardHeader, payload: bytes) -> BlockHead:
     ):
         raise CorruptShardError(
             f"block has {rows:,} rows with final states at [{final_row:,}, {final_row + final_rows:,}); "
-            f"expected 1 to {header.block_tokens} rows"
+            f"expected at most {header.block_tokens} rows"
         )
     return BlockHead(position, rows, final_row, final_rows)
 
@@ -148,6 +148,12 @@ def encode_block(
     return b"".join(parts)
 
 
+def erased_block(header: ShardHeader) -> bytes:
+    """Payload that takes the place of a block whose states were erased: no rows, no sections."""
+    codec, dtype = CODEC_IDS[header.codec], DTYPE_IDS[header.dtype]
+    return BLOCK_HEAD.pack(codec, dtype, header.num_aux, header.hidden_size, 0, 0, 0, 0, 0, 0)
+
+
 def decode_block(header: ShardHeader, payload: bytes) -> Block:
     """Inverse of ``encode_block``.
 
@@ -159,6 +165,10 @@ def decode_block(header: ShardHeader, payload: bytes) -> Block:
     """
     head = read_block_head(header, payload)
     sections = Sections(payload, BLOCK_HEAD.size)
+    if not head.num_rows:
+        sections.end()
+        empty = np.empty((header.num_aux, 0, header.hidden_size), header.bits_dtype)
+        return Block(head.position, 0, empty, None, 0)
     states, final = (_decode_exact if header.codec == "lossless" else _decode_lossy)(header, head, sections)
     sections.end()
     return Block(head.position, head.num_rows, states.transpose(1, 0, 2), final, head.final_row)

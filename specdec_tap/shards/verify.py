@@ -215,6 +215,8 @@ def _check_file(
             continue
         report.counts["num_blocks"] += 1
         report.counts["num_rows"] += block.num_rows
+        if not block.num_rows:
+            continue  # erased
         _check_values(file.header, block, f"{where}: block {number}", report)
         for row_number in _repeated_rows(block):
             repeats.add((file.stream, file.number, number, row_number))

@@ -49,9 +49,7 @@ def test_opening_reads_headers_only_and_needs_few_descriptors(tmp_path, monkeypa
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
 
 
-@pytest.mark.skipif(
-    "TAP_TEST_SLOW" not in os.environ, reason="writes 1,000 shards; set TAP_TEST_SLOW=1"
-)
+@pytest.mark.skipif("TAP_TEST_SLOW" not in os.environ, reason="writes 1,000 shards; set TAP_TEST_SLOW=1")
 def test_stats_of_100_000_records_take_less_than_2_s(tmp_path):
     many_shards(tmp_path, 1000, 100)
     for action in ("stats", "ls"):
