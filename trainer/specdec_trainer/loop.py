@@ -97,24 +97,20 @@ def train(
             for group_of_batches in _in_groups(batches, config.accumulate):
                 waited = time.perf_counter() - waiting
                 progress = run_progress(config, state, per_epoch)
-                tokens = train_step(
-                    config,
-                    objective,
-                    optimizers,
-                    group_of_batches,
-                    generator,
-                    progress,
-                    window,
-                    waited,
-                    state,
-                    group,
-                )
+                shared = [stop.is_set(), elapsed_before + time.perf_counter() - session_start]
+                tokens, asked_to_stop, seconds = train_step(
+                    config, objective, optimizers, group_of_batches, generator, progress, window,
+                    waited, state, group, shared,
+                )  # fmt: skip
+                if group.size == 1:
+                    asked_to_stop = stop.is_set()  # also when it came during the step
                 if average is not None:
                     average.update()
                 state.step += 1
                 state.batch += len(group_of_batches)
                 state.tokens += tokens
-                state.elapsed = elapsed_before + time.perf_counter() - session_start
+                # Every process must end at the same step, so they share one clock and one wish to stop.
+                state.elapsed = seconds / group.size
                 hooks.progress(
                     run_progress(config, state, per_epoch), f"loss {_first(window.loss, window.count):.3f}"
                 )
@@ -129,10 +125,10 @@ def train(
                     _evaluate(config, hooks, state)
 
                 # Every save_interval seconds, on Ctrl-C, or at the end of a bounded run: a checkpoint.
-                if stop.is_set() or time.perf_counter() - last_save > config.save_interval:
+                if asked_to_stop or time.perf_counter() - last_save > config.save_interval:
                     hooks.save(state)
                     last_save = time.perf_counter()
-                if stop.is_set():
+                if asked_to_stop:
                     raise StopRequested
                 if finished(config, state):
                     break
@@ -150,12 +146,15 @@ def train(
 def train_step(
     config: TrainConfig, objective: Objective, optimizers: Optimizers, batches: list[Batch],
     generator: torch.Generator, progress: float, window: Window, waited: float, state: LoopState,
-    group: Group,
-) -> int:  # fmt: skip
+    group: Group, shared: list[float],
+) -> tuple[int, bool, float]:  # fmt: skip
     """One optimizer step over some batches; gradients are sums, divided once by the total weight.
 
+    Args:
+        shared: Whether this process was asked to stop, and its seconds of training so far.
+
     Returns:
-        Rows of all processes.
+        ``(rows of all processes, whether any was asked to stop, their seconds added up)``.
     """
     device = next(objective.model.parameters()).device
     weight = torch.zeros((), dtype=torch.float64)
@@ -171,8 +170,8 @@ def train_step(
         rows += batch.num_rows
         window.add(sums, batch.num_rows, waited)
         waited = 0.0
-    total, rows_everywhere, broken = group.sum_gradients(
-        optimizers.parameters, [float(weight), rows, bad is not None]
+    total, rows_everywhere, broken, stop, seconds = group.sum_gradients(
+        optimizers.parameters, [float(weight), rows, bad is not None, *shared]
     )
     for p in optimizers.parameters:
         if p.grad is not None:
@@ -192,7 +191,7 @@ def train_step(
     factor = lr_factor(progress, warmup=config.warmup, shape=config.schedule, floor=config.lr_floor)
     optimizers.step(factor)
     optimizers.zero_grad()
-    return int(rows_everywhere)
+    return int(rows_everywhere), bool(stop), seconds
 
 
 def run_progress(config: TrainConfig, state: LoopState, per_epoch: int) -> float:

@@ -148,7 +148,7 @@ def interrupt_at(step: int, call) -> None:
     original = loop.train_step
 
     def pressing(config, objective, *rest):
-        state = rest[-2]
+        state = rest[-3]
         if state.step + 1 == step:
             os.kill(os.getpid(), signal.SIGINT)
         return original(config, objective, *rest)
