@@ -21,6 +21,7 @@ from .. import replay as engine
 from .._version import __version__
 from ..errors import SpecdecTapError
 from ..steps import Steps, file_digest, folder_fingerprint
+from . import build_parser
 from ._console import check_writable_file, human_bytes, positive_float, positive_int, print_table, write_json
 from .eval import TAP_OFF, measure_with_progress, speculative_config, started_server
 from .replay import replay_with_progress, summary
@@ -49,7 +50,12 @@ FULL = Size(
     requests=400, max_tokens=256, overhead_requests=96, eval_requests=62, eval_max_tokens=128, train_minutes=8
 )
 QUICK = Size(
-    requests=96, max_tokens=128, overhead_requests=32, eval_requests=24, eval_max_tokens=64, train_minutes=1.2
+    requests=96,
+    max_tokens=128,
+    overhead_requests=32,
+    eval_requests=24,
+    eval_max_tokens=64,
+    train_minutes=1.75,
 )
 
 
@@ -133,6 +139,9 @@ def run(args: argparse.Namespace) -> int:
         serving.check_model(args.model)
     if args.prompts is not None:
         engine.require_good_prompt_file(args.prompts, limit=size.requests)
+    if args.train_args:
+        # A mistyped flag is to be found now, not after ten minutes of capture; argparse exits with 2.
+        build_parser("train").parse_args(["train", "SHARDS", *shlex.split(args.train_args)])
     eval_prompts = evaluate.load_prompts(
         args.eval_prompts or evaluate.default_prompt_file(), limit=size.eval_requests
     )

@@ -144,6 +144,14 @@ def test_bad_input_is_found_before_anything_runs(flags, message, capsys, tmp_pat
     assert not (tmp_path / "w").exists()
 
 
+def test_a_mistyped_training_flag_is_found_before_anything_runs(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["demo", "--train-args=--no-such-flag 3", "--workdir", str(tmp_path / "w")])
+    assert exit_info.value.code == 2
+    assert "--no-such-flag" in capsys.readouterr().err
+    assert not (tmp_path / "w").exists()
+
+
 def test_broken_prompt_lines_stop_the_demo_at_once(tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text(json.dumps({"id": "a", "turns": ["x"]}) + "\n{\n")
     flags = ["--prompts", str(tmp_path / "p.jsonl"), "--workdir", str(tmp_path / "w")]
