@@ -93,7 +93,8 @@ def compare(args: argparse.Namespace, length: int, folder: Path) -> dict[str, ob
     save_file({"d2t": torch.from_numpy(d2t), "t2d": torch.from_numpy(t2d)}, folder / "maps.safetensors")
     compared = length == args.accuracy_length
     spec = {
-        "packs": [str(p) for p in packs], "maps": str(folder / "maps.safetensors"), "ttt_steps": args.ttt_steps,
+        "packs": [str(p) for p in packs], "maps": str(folder / "maps.safetensors"),
+        "ttt_steps": args.ttt_steps,
         "target": str(args.target or store.target_dir), "aux_layer_ids": list(store.header.aux_layer_ids),
         "decay": 1.0, "lr": 1e-3, "adamw_lr": 1e-3, "threads": args.threads, "shards": str(args.shards),
         "length": length, "batches": kept, "draft_vocab_size": args.draft_vocab_size,

@@ -41,7 +41,8 @@ def main(model: str, drafter: str, out: str, steps: int, dtype: str) -> None:
     tensors = {}
     for i, prompt in enumerate(prompts):
         calls.clear()
-        llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=2, temperature=0, detokenize=False),
+        llm.generate({"prompt_token_ids": prompt},
+        SamplingParams(max_tokens=2, temperature=0, detokenize=False),
                      use_tqdm=False)  # fmt: skip
         # The first call follows the prefill: the whole prompt and the first sampled token.
         for name, value in calls[0].items():

@@ -1,7 +1,8 @@
 """An exported drafter proposes the same tokens in vLLM as in the trainer.
 
-This one test covers rope, norms, residual, feedback state, shift, d2t, layer ids and tensor names. The target and the
-drafters are tiny and random, in float32, so that every token must agree; the real model runs in bfloat16.
+This one test covers rope, norms, residual, feedback state, shift, d2t, layer ids and tensor names. The
+target and the drafters are tiny and random, in float32, so that every token must agree; the real model runs
+in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from safetensors.torch import load_file, save_file  # noqa: E402  # after importorskip
-
-from specdec_tap.target import load_target  # noqa: E402  # after importorskip
 from specdec_trainer.export import export_drafter, load_drafter  # noqa: E402  # after importorskip
 from specdec_trainer.model import DraftConfig, Eagle3Drafter, init_weights  # noqa: E402  # after importorskip
 from specdec_trainer.ttt import propose  # noqa: E402  # after importorskip
+
+from specdec_tap.target import load_target  # noqa: E402  # after importorskip
 
 pytestmark = pytest.mark.e2e
 
 STEPS, PROMPTS = 3, 50
 TARGET = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320,
+    "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": 320,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
 }  # fmt: skip
@@ -46,7 +48,8 @@ VARIANTS = {
                  "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     },
     "yarn_rope": {
-        "rope": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+        "rope": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                 "original_max_position_embeddings": 128},
     },
     "partial_rotary": {"rope": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}},
     "biases": {"attention_bias": True, "mlp_bias": True},
@@ -90,7 +93,8 @@ def random_drafter(target, seed: int, **changes) -> Eagle3Drafter:
     values = {
         "hidden_size": 64, "intermediate_size": 80, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
         "rms_norm_eps": 1e-5, "rope": {"rope_type": "default", "rope_theta": 10000.0},
-        "max_position_embeddings": 512, "vocab_size": 320, "draft_vocab_size": 320, "aux_layer_ids": (2, 4, 5),
+        "max_position_embeddings": 512, "vocab_size": 320, "draft_vocab_size": 320,
+        "aux_layer_ids": (2, 4, 5),
     }  # fmt: skip
     model = Eagle3Drafter(DraftConfig(**{**values, **changes}))
     g = torch.Generator().manual_seed(seed)

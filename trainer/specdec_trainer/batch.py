@@ -72,7 +72,8 @@ class Batch:
     key: tuple[int, ...] = field(default=())
     """Identity of each document in its data set (for caches); empty when it has none."""
     notes: dict[str, Tensor] = field(default_factory=dict)
-    """What was worked out from this batch and is worth keeping: ``greedy`` and ``centroid``. Shared by copies."""
+    """What was worked out from this batch and is worth keeping: ``greedy`` and ``centroid``. Shared by
+    copies."""
 
     @property
     def num_rows(self) -> int:

@@ -186,7 +186,8 @@ def chosen_layers(config: TrainConfig, captured: tuple[int, ...]) -> tuple[int, 
         ) from None
     if missing := sorted(set(wanted) - set(captured)):
         raise ConfigError(
-            f"aux_layer_ids names layer {missing[0]}, which the shards do not hold; they hold {list(captured)}"
+            f"aux_layer_ids names layer {missing[0]}, which the shards do not hold; they hold "
+            f"{list(captured)}"
         )
     return wanted
 
@@ -197,8 +198,8 @@ def warm_start(path: Path, target: Target, aux_layer_ids: tuple[int, ...]) -> Ea
     Args:
         path: Its folder.
         target: Of the shards; sizes must agree.
-        aux_layer_ids: The drafter's input here. Ids one lower in the drafter's config are SGLang's spelling of
-            the same layers.
+        aux_layer_ids: The drafter's input here. Ids one lower in the drafter's config are SGLang's spelling
+            of the same layers.
 
     Raises:
         InputError: It belongs to another target or other layers.
@@ -213,7 +214,8 @@ def warm_start(path: Path, target: Target, aux_layer_ids: tuple[int, ...]) -> Ea
     ids = theirs.aux_layer_ids
     if ids != aux_layer_ids and tuple(i + 1 for i in ids) != aux_layer_ids:
         raise InputError(
-            f"{str(path)!r} reads layers {list(ids)}, the shards hold {list(aux_layer_ids)}; capture its layers "
+            f"{str(path)!r} reads layers {list(ids)}, the shards hold {list(aux_layer_ids)}; capture "
+            "its layers "
             "(SPECDEC_TAP_AUX_LAYER_IDS), or choose among the captured ones with --aux-layer-ids"
         )
     model.config = replace(theirs, aux_layer_ids=aux_layer_ids, target_layers=target.num_hidden_layers)

@@ -67,8 +67,8 @@ class TrainConfig:
     settings here, its draft vocabulary over an automatic one."""
 
     init: Literal["random", "identity", "layer"] = "random"
-    """Where a new drafter starts: random; its first state equal to the last captured layer (identity); that and
-    the weights of the target's last decoder layer, which needs its whole checkpoint (layer)."""
+    """Where a new drafter starts: random; its first state equal to the last captured layer (identity); that
+    and the weights of the target's last decoder layer, which needs its whole checkpoint (layer)."""
     calibrate: bool = False
     """Start the norm before the fusion so that every channel of the captured states has the same size."""
 

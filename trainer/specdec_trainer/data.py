@@ -356,7 +356,8 @@ class Dataset:
         return pack(documents, tuple(key))
 
     def sample_aux(self, rows: int) -> Tensor:
-        """Aux states of documents spread over the data set, at least ``rows`` of them where there are so many."""
+        """Aux states of documents spread over the data set, at least ``rows`` of them where there are so
+        many."""
         order = np.random.default_rng(0).permutation(len(self.survey.stretches)).tolist()
         parts: list[Tensor] = []
         for i in order:

@@ -104,7 +104,8 @@ def engine_config(
         raise ConfigError(f"layer {draft.layer} cannot be expressed in the {format} format; export for vllm")
     if draft.latent is not None and draft.latent.q_lora_rank is None:
         raise ConfigError(
-            "the drafter has no query latent (q_lora_rank null), and vLLM 0.32 looks for one in every drafter "
+            "the drafter has no query latent (q_lora_rank null), and vLLM 0.32 looks for one in "
+            "every drafter "
             f"of layer {draft.layer}; train with q_lora_rank set"
         )
     flat: dict[str, Any] = {

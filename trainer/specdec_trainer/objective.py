@@ -72,7 +72,8 @@ class Eagle3Objective:
                 continues them; 1 is plain TTT.
             noise: Uniform noise on the aux states, as a share of their standard deviation.
             feature_weight: Weight of the cosine distance between the drafter's state and the target's.
-            loss_rows: Draft ids that the training loss is taken over ``[L]``; None for all. Only with a frozen
+            loss_rows: Draft ids that the training loss is taken over ``[L]``; None for all. Only with a
+                frozen
                 head: its other rows are the target's and follow by themselves. Evaluation sees every row.
             loss_teacher: Teacher over these rows.
         """

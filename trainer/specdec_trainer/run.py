@@ -182,7 +182,8 @@ def _run(
                   training=_counts(survey), held_out=_counts(held), resumed_step=state.step)  # fmt: skip
 
     session = _Session(
-        config, objective, optimizers, average, generator, store, survey, held, folder, log, shared, group, target,
+        config, objective, optimizers, average, generator, store, survey, held, folder, log, shared,
+        group, target,
         target_name, format, facts, progress,
     )  # fmt: skip
     started, tokens_before = time.perf_counter(), state.tokens

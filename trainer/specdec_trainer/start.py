@@ -16,7 +16,8 @@ _LARGEST_SCALE = 10.0
 
 
 def measure(aux: Tensor) -> Tensor:
-    """Root mean square of each channel of some states ``[n, A, H]`` after one norm over all of a row ``[A, H]``."""
+    """Root mean square of each channel of some states ``[n, A, H]`` after one norm over all of a row
+    ``[A, H]``."""
     x = aux.float()
     x = x * torch.rsqrt(x.square().mean((1, 2), keepdim=True) + 1e-6)
     return x.square().mean(0).sqrt()
@@ -67,7 +68,8 @@ def start_from_layer(model: Eagle3Drafter, target: Target, aux: Tensor) -> None:
     def lent(name: str) -> Tensor:
         if prefix + name not in tensors:
             raise InputError(
-                f"{str(target.path)!r} has no tensor {prefix + name!r}; --init layer needs the target's whole "
+                f"{str(target.path)!r} has no tensor {prefix + name!r}; --init layer needs the "
+                "target's whole "
                 "checkpoint (--target) of a Llama-like model"
             )
         return tensors.ref(prefix + name).torch().float()

@@ -37,7 +37,8 @@ def choose_draft_ids(counts: np.ndarray, size: int, always: list[int] | None = N
 
 
 def draft_size(vocab: int, *, largest: int, full_limit: int) -> int:
-    """Draft vocabulary for a target of ``vocab`` tokens: all of them up to ``full_limit``, else ``largest``."""
+    """Draft vocabulary for a target of ``vocab`` tokens: all of them up to ``full_limit``, else
+    ``largest``."""
     return vocab if vocab <= full_limit else min(vocab, largest)
 
 

@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from specdec_trainer.config import TrainConfig, convert, field_docs, read_yaml
 
 from specdec_tap.errors import ConfigError
-from specdec_trainer.config import TrainConfig, convert, field_docs, read_yaml
 
 FILES = sorted((Path(__file__).parents[3] / "configs" / "train").glob("*.yaml"))
 

@@ -1,4 +1,5 @@
-"""Two processes (gloo) train what one process trains with twice the batch, and never wait for each other in vain."""
+"""Two processes (gloo) train what one process trains with twice the batch, and never wait for each other
+in vain."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ sys.exit(3 if result.interrupted else 0)
 def two_processes(
     tmp_path: Path, target: Path, out: Path, settings: dict, *, broken_rank: str = "", stopped_rank: str = ""
 ) -> list[int]:
-    """Exit codes of two ranks; whichever is still alive 20 s after the first failure is killed, as torchrun does."""
+    """Exit codes of two ranks; whichever is still alive 20 s after the first failure is killed, as
+    torchrun does."""
     code = WORKER.format(
         paths=[str(Path(__file__).parent)], target=str(target), out=str(out), settings=settings,
         broken_rank=broken_rank, stopped_rank=stopped_rank,

@@ -141,7 +141,8 @@ def test_config_loads_in_transformers(tmp_path: Path) -> None:
     (lambda t: t.update({"d2t": 3 * torch.arange(11)}), r"d2t points outside the target vocabulary"),
     (lambda t: t["t2d"].logical_not_(), r"t2d does not name exactly the tokens"),
     (lambda t: t.update({"fc.bias": torch.zeros(8)}), r"unexpected tensors: fc\.bias"),
-    (lambda t: t.update({"fc.weight": torch.zeros(8, 32)}), r"fc\.weight has shape \[8, 32\]; expected \[8, 24\]"),
+    (lambda t: t.update({"fc.weight": torch.zeros(8, 32)}),
+     r"fc\.weight has shape \[8, 32\]; expected \[8, 24\]"),
     (lambda t: t["norm.weight"].fill_(float("nan")), r"norm\.weight holds values that are not finite"),
     (lambda t: t.update({"d2t": t["d2t"].int()}), r"d2t is torch\.int32"),
 ])  # fmt: skip
@@ -182,7 +183,8 @@ def test_foreign_folder_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [
-    {"model_type": "mistral"}, {"model_type": "phi3", "head_dim": None}, {"model_type": "gemma2", "head_dim": 32},
+    {"model_type": "mistral"}, {"model_type": "phi3", "head_dim": None}, {"model_type": "gemma2",
+    "head_dim": 32},
     {"model_type": "unheard_of"},
 ])  # fmt: skip
 def test_shape_is_copied_from_the_target_with_a_reason(tmp_path: Path, config: dict) -> None:

@@ -45,7 +45,8 @@ def test_frequencies_equal_hugging_face(scaling: dict | None) -> None:
 
 def test_old_names_and_multimodal_sections() -> None:
     assert rope_parameters({"rope_scaling": {"type": "linear", "factor": 2.0}})["rope_type"] == "linear"
-    assert rope_parameters({"rope_theta": 7.0, "rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}) == {
+    sections = {"type": "mrope", "mrope_section": [1, 2]}
+    assert rope_parameters({"rope_theta": 7.0, "rope_scaling": sections}) == {
         "rope_type": "default", "rope_theta": 7.0,
     }  # fmt: skip
     per_type = {

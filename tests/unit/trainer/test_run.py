@@ -23,7 +23,8 @@ from trainer_fakes import FakeRecord, FakeStore, learnable_store, tiny_target
 from specdec_tap.errors import ConfigError, InputError
 
 SMALL = {
-    "epochs": 4, "batch_tokens": 90, "ttt_steps": 3, "eval_draft_tokens": 3, "held_out": 0.15, "dtype": "float32",
+    "epochs": 4, "batch_tokens": 90, "ttt_steps": 3, "eval_draft_tokens": 3, "held_out": 0.15,
+    "dtype": "float32",
     "log_steps": 1, "lr": 5e-3, "warmup": 0.0,
 }  # fmt: skip
 
@@ -121,7 +122,8 @@ def weights_of(out: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("settings", [
-    {}, {"ema": 0.9, "noise": 0.1, "dropout": 0.1, "broken_keep": 0.5}, {"accumulate": 2}, {"optimizer": "adamw"},
+    {}, {"ema": 0.9, "noise": 0.1, "dropout": 0.1, "broken_keep": 0.5}, {"accumulate": 2},
+    {"optimizer": "adamw"},
 ])  # fmt: skip
 def test_resume_is_bit_identical(target: Path, tmp_path: Path, settings: dict) -> None:
     """B77: 13 steps, then on to the end, equals one run, optimizer, average and generators included."""

@@ -71,7 +71,8 @@ def test_a_lent_layer_answers_like_the_target_layer(tmp_path: Path) -> None:
     target = load_target(whole_checkpoint(tmp_path / "m"))
     model = make_parts(
         dtype=torch.float32, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8,
-        vocab_size=40, draft_vocab_size=40, norm_before_residual=True, norm_before_fc=True, rms_norm_eps=1e-12,
+        vocab_size=40, draft_vocab_size=40, norm_before_residual=True, norm_before_fc=True,
+        rms_norm_eps=1e-12,
     ).model  # fmt: skip
     layer = model.layers[0]
     aux = torch.randn(50, 3, 16) * 3
@@ -117,7 +118,8 @@ def test_lending_needs_the_whole_checkpoint_and_equal_sizes(tmp_path: Path) -> N
 def test_runs_from_these_starts_learn(tmp_path: Path, init: str) -> None:
     target = whole_checkpoint(tmp_path / "m")
     config = TrainConfig(
-        init=init, calibrate=True, epochs=2, batch_tokens=90, ttt_steps=2, eval_draft_tokens=2, dtype="float32",
+        init=init, calibrate=True, epochs=2, batch_tokens=90, ttt_steps=2, eval_draft_tokens=2,
+        dtype="float32",
         input_dropout=0.1,
     )  # fmt: skip
     result = run(

@@ -15,10 +15,13 @@ from trainer_fakes import make_document, make_parts
 
 LATENT = {
     "layer": "kimik2", "num_kv_heads": 4,
-    "latent": LatentShape(q_lora_rank=5, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=8, v_head_dim=5),
+    "latent": LatentShape(
+        q_lora_rank=5, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=8, v_head_dim=5
+    ),
 }  # fmt: skip
 YARN = {
-    "rope_type": "yarn", "rope_theta": 50.0, "factor": 8.0, "original_max_position_embeddings": 12, "beta_fast": 4.0,
+    "rope_type": "yarn", "rope_theta": 50.0, "factor": 8.0, "original_max_position_embeddings": 12,
+    "beta_fast": 4.0,
     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7,
 }  # fmt: skip
 VARIANTS = {

@@ -19,7 +19,8 @@ def make_config(**changes) -> DraftConfig:
         "hidden_size": HIDDEN, "intermediate_size": 12,
         "num_heads": 4, "num_kv_heads": 2, "head_dim": 4,
         "rms_norm_eps": 1e-5, "rope": {"rope_type": "default", "rope_theta": 1000.0},
-        "max_position_embeddings": 512, "vocab_size": VOCAB, "draft_vocab_size": VOCAB, "aux_layer_ids": LAYERS,
+        "max_position_embeddings": 512, "vocab_size": VOCAB, "draft_vocab_size": VOCAB,
+        "aux_layer_ids": LAYERS,
     }  # fmt: skip
     return DraftConfig(**{**values, **changes})
 
@@ -122,7 +123,8 @@ def random_record(
 
 TARGET_CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 24,
-    "num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 40,
+    "num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "vocab_size": 40,
     "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
     "eos_token_id": 2, "bos_token_id": 1,
 }  # fmt: skip
