@@ -20,16 +20,20 @@ from helpers.families import FAMILIES, NUM_LAYERS, VOCAB, make_family
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from helpers.golden import STEPS, check_parity  # noqa: E402
+
 from specdec_tap.target import load_target  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
 SERVED = [name for name, family in FAMILIES.items() if family.refused is None]
+QUICK = ["gpt-oss", "kimi-k2.5"]
+"""Families whose drafters the default run trains and serves."""
 REFUSED = [name for name, family in FAMILIES.items() if family.refused is not None]
 AUX = (2, 4, 5, NUM_LAYERS)
 """vLLM's default for eight layers, and the stream after the last layer, before the final norm."""
-PROMPT_LENGTHS = (1, 7, 40, 70, 130)
-MAX_TOKENS = 16
+PROMPT_LENGTHS = (1, 7, 40, 70, 130, *range(20, 40))
+MAX_TOKENS = 40
 MAX_ERROR = 1e-3
 MIN_NEIGHBOUR_DISTANCE = 0.1
 """No row of a neighbouring layer comes as close as this, so a shift by one layer cannot pass."""
@@ -56,6 +60,11 @@ class Served:
 def _prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     rng = np.random.default_rng(0)
     return [rng.integers(5, VOCAB, length).tolist() for length in lengths]
+
+
+def drafter_layer(name: str) -> str:
+    """The layer that fits the target: latent attention where the target has it."""
+    return "kimik2" if "attention_backend" in FAMILIES[name].engine else "llama"
 
 
 def _serve(folder: Path, names: list[str], runner: str, lengths: tuple[int, ...]) -> dict[str, Served]:
@@ -132,8 +141,8 @@ def check_rows(name: str, served: Served) -> None:
         captured = torch.from_numpy(record.final_float(0, record.num_rows))
         assert distance(captured, final).max() < MAX_ERROR
         assert distance(captured, streams[NUM_LAYERS]).min() > MIN_NEIGHBOUR_DISTANCE
-        if len(final) > 8:
-            assert distance(captured[1:], final[:-1]).median() > MIN_NEIGHBOUR_DISTANCE
+        # Long answers of random models repeat themselves, so some neighbouring rows are alike.
+        assert distance(captured[1:], final[:-1]).max() > MIN_NEIGHBOUR_DISTANCE
 
 
 def check_tokens(served: Served) -> None:
@@ -177,6 +186,80 @@ def test_embedding_and_head_are_found_in_the_checkpoint(name: str, on_v1: dict[s
     assert (target.num_hidden_layers, target.hidden_size, target.vocab_size) == (NUM_LAYERS, 64, VOCAB)
 
 
+@dataclass
+class Drafted:
+    """A trained drafter of one family, served."""
+
+    drafter: Path
+    drafts: Path
+    answer: Answer
+    simulated: float
+
+
+@pytest.fixture(scope="module")
+def drafted(
+    request: pytest.FixtureRequest, on_v1: dict[str, Served], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Drafted]:
+    """Train a drafter from each family's shards, then serve each target with its drafter."""
+    from specdec_trainer.config import TrainConfig
+    from specdec_trainer.run import run
+
+    names = SERVED if "matrix" in request.config.option.markexpr else QUICK
+    base = tmp_path_factory.mktemp("drafted")
+    out, jobs = {}, []
+    for name in names:
+        config = TrainConfig(
+            layer=drafter_layer(name),
+            aux_layer_ids="2,4,5",
+            ttt_steps=STEPS,
+            epochs=1000,
+            max_steps=100,
+            lr=2e-2,
+            adamw_lr=5e-3,
+            schedule="linear",
+            batch_tokens=512,
+            eval_epochs=1000,
+            dtype="float32",
+        )
+        result = run(config, on_v1[name].shards, out=base / name, tensorboard=False)
+        assert result.evaluation is not None
+        item = Drafted(
+            result.drafter,
+            base / name / "drafts.safetensors",
+            Answer(),
+            result.evaluation.simulated_acceptance_length,
+        )
+        out[name] = item
+        speculative = {"method": "eagle3", "model": str(item.drafter), "num_speculative_tokens": STEPS}
+        jobs.append(
+            Job(
+                model=on_v1[name].model,
+                prompts=on_v1[name].prompts,
+                max_tokens=MAX_TOKENS,
+                drafts=item.drafts,
+                engine={**FAMILIES[name].engine, "speculative_config": speculative},
+            )
+        )
+    for item, answer in zip(out.values(), run_engines(jobs), strict=True):
+        item.answer = answer
+    return out
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.matrix) for n in SERVED]
+)
+def test_a_drafter_of_every_family_trains_loads_and_proposes(
+    name: str, on_v1: dict[str, Served], drafted: dict[str, Drafted]
+) -> None:
+    """Served drafts equal the trainer's, the answers stay the target's own, and drafts are accepted."""
+    item = drafted[name]
+    assert item.answer.error is None, item.answer.error
+    check_parity(item.drafter, load_target(on_v1[name].model), item.drafts)
+    assert item.answer.responses == on_v1[name].answer.responses
+    assert item.answer.acceptance_length > 1.3
+    assert on_v1[name].store.header.aux_layer_ids == AUX
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_without_the_interface_is_refused_by_name(name: str, on_v1: dict[str, Served]) -> None:
     item = on_v1[name]
@@ -188,7 +271,7 @@ def test_a_family_without_the_interface_is_refused_by_name(name: str, on_v1: dic
 
 @pytest.mark.matrix
 def test_every_family_on_the_v2_runner(tmp_path: Path) -> None:
-    served = _serve(tmp_path, SERVED, "v2", (1, 40))
+    served = _serve(tmp_path, SERVED, "v2", (1, 40, 30))
     problems = {}
     for name, item in served.items():
         try:

@@ -48,6 +48,11 @@ class Job:
     """Response length in tokens, the same for all; end-of-sequence tokens are ignored."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``vllm.LLM`` on top of ``ENGINE``."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that vLLM reads when this engine starts."""
+    drafts: Path | None = None
+    """Safetensors file for what the drafter was given after each prompt and what it proposed; prompts are
+    then sent one at a time. ``read_drafts`` reads it."""
 
 
 @dataclass(kw_only=True)
@@ -62,6 +67,12 @@ class Answer:
     """Counters ``vllm:spec_decode_*``; the per-position one is a list."""
     log: str = ""
     """What the child printed, all engines together."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens for each step of the target, its own one included."""
+        accepted = self.metrics["vllm:spec_decode_num_accepted_tokens"]
+        return 1 + (accepted or 0) / self.metrics["vllm:spec_decode_num_drafts"]
 
 
 def run_engines(
@@ -129,6 +140,18 @@ def wait_for_records(shards: Path, count: int, *, timeout_s: float = 60.0) -> An
     raise AssertionError(f"{shards} has {problem} after {timeout_s:.0f} s; expected {count} records, sealed")
 
 
+def read_drafts(path: Path) -> list[dict[str, Any]]:
+    """Read what ``Job.drafts`` wrote: for each prompt ``tokens [T]``, ``states [T, A * H]``, ``next [1]``
+    (the token sampled after the prompt) and ``drafts [1, K]``."""
+    from safetensors.torch import load_file
+
+    out: dict[int, dict[str, Any]] = {}
+    for key, value in load_file(path).items():
+        index, _, name = key.partition(".")
+        out.setdefault(int(index), {})[name] = value
+    return [out[i] for i in sorted(out)]
+
+
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else int(value)
 
@@ -146,6 +169,8 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         traceback.print_exc()
         return {"error": f"{type(err).__name__}: {err}"}
     params = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], detokenize=False, ignore_eos=True)
+    if job["drafts"] is not None:
+        _record_drafts(llm, job, params)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
     metrics = {
         metric.name: getattr(metric, "values", None) or getattr(metric, "value", None)
@@ -154,6 +179,32 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     }
     llm.llm_engine.engine_core.shutdown()
     return {"responses": [list(output.outputs[0].token_ids) for output in outputs], "metrics": metrics}
+
+
+def _record_drafts(llm: Any, job: dict[str, Any], params: Any) -> None:
+    """Send the prompts one at a time and keep the drafter's first call of each: the one after the prefill."""
+    from safetensors.torch import save_file
+
+    drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+    propose = drafter.propose
+    given_names = {"target_token_ids": "tokens", "target_hidden_states": "states", "next_token_ids": "next"}
+    calls: list[dict[str, Any]] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        call = {ours: kwargs[theirs].clone() for theirs, ours in given_names.items() if theirs in kwargs}
+        drafts = propose(*args, **kwargs)
+        calls.append({**call, "drafts": drafts.clone()})
+        return drafts
+
+    drafter.propose = recorded
+    tensors = {}
+    for i, prompt in enumerate(job["prompts"]):
+        calls.clear()
+        llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        tensors |= {f"{i}.{name}": value.contiguous() for name, value in calls[0].items()}
+    drafter.propose = propose
+    llm.reset_prefix_cache()
+    save_file(tensors, job["drafts"])
 
 
 def main() -> None:
@@ -167,7 +218,11 @@ def main() -> None:
     register_once = functools.cache(current_platform.register_triton_kernel_overrides)
     type(current_platform).register_triton_kernel_overrides = staticmethod(register_once)
     for job in json.loads(Path(sys.argv[1]).read_text()):
+        before = dict(os.environ)
+        os.environ.update(job["env"])
         answer = _run(job)
+        os.environ.clear()
+        os.environ.update(before)
         with Path(sys.argv[2]).open("a") as file:
             file.write(json.dumps(answer) + "\n")
         gc.collect()  # drops the tap of this engine, so that its writer seals
