@@ -21,7 +21,10 @@ _EPILOG = """examples:
   specdec-tap shards show shards/ host-0/000001/0
   specdec-tap shards verify shards/
   specdec-tap shards repair shards/
+  specdec-tap shards import shards/ dump/ --from modelopt --target MODEL_DIR
 """
+
+_FORMATS_HELP = "modelopt, modelopt-vllm, speculators, vllm-connector, specforge or eagle"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,6 +124,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--request-id", action="append", default=[], metavar="R", help="records of this request; repeatable"
     )
     _add_json(forget)
+
+    imported = action(
+        "import",
+        "read another tool's dump of hidden states into shards",
+        _import,
+        "import shards/ dump/ --from modelopt --target MODEL_DIR\n"
+        "import shards/ hs/ --from speculators --target MODEL_DIR --layers 2,15,27",
+    )
+    imported.add_argument("source", type=Path, metavar="DUMP", help="the other tool's folder, or one file")
+    imported.add_argument("--from", dest="format", required=True, metavar="FORMAT", help=_FORMATS_HELP)
+    imported.add_argument(
+        "--target", type=Path, required=True, metavar="DIR", help="Hugging Face directory of the model"
+    )
+    imported.add_argument(
+        "--layers", type=_int_list, metavar="IDS", help="the tool's own layer ids (default: its default)"
+    )
+    imported.add_argument(
+        "--convention",
+        choices=("residual_in", "layer_output"),
+        help="what its ids mean: the stream entering the layer, or leaving it (default: the format's)",
+    )
+    imported.add_argument(
+        "--final-hidden",
+        choices=("auto", "post_norm", "pre_norm"),
+        default="auto",
+        help="what its final states are; measured and checked where possible (default: auto). Shards are "
+        "written post_norm",
+    )
+    imported.add_argument("--stream", default="imported", help="stream to write (default: %(default)s)")
+    imported.add_argument(
+        "--codec", choices=("lossless", "fp8", "int8"), default="lossless", help="(default: %(default)s)"
+    )
+    _add_json(imported)
+
+    export = action(
+        "export",
+        "write shards in another tool's layout",
+        _export,
+        "export shards/ out/ --to specforge\nexport shards/ out/ --to speculators --no-stitch",
+    )
+    export.add_argument("out", type=Path, metavar="OUT", help="new folder")
+    export.add_argument("--to", dest="format", required=True, metavar="FORMAT", help=_FORMATS_HELP)
+    export.add_argument(
+        "--no-stitch", action="store_true", help="one file a request, instead of one a conversation"
+    )
+    _add_json(export)
+
+
+def _int_list(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -508,4 +561,53 @@ def _forget(args: argparse.Namespace) -> int:
             f"erased {report.num_records:,} records and {report.num_blocks:,} blocks; "
             f"{report.kept_blocks:,} blocks stay because other requests share them"
         )
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from ..shards.interchange import FORMATS, import_dump
+
+    if args.format not in FORMATS:
+        raise InputError(f"--from is {args.format!r}; expected {_FORMATS_HELP}")
+    if not args.source.exists():
+        raise InputError(f"{str(args.source)!r} does not exist; name the other tool's folder or file")
+    shift = {None: None, "residual_in": 0, "layer_output": 1}[args.convention]
+    with progress_bar("import", None) as bar:
+        counts = import_dump(
+            args.format,
+            args.source,
+            Path(args.path),
+            args.target,
+            layer_ids=args.layers,
+            layer_shift=shift,
+            final_hidden=args.final_hidden,
+            stream=args.stream,
+            codec=args.codec,
+            progress=lambda done: bar.update(done, f"{done:,} records"),
+        )
+    return _report_counts(args, "imported", counts)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from ..shards.interchange import FORMATS, export_shards
+
+    if args.format not in FORMATS:
+        raise InputError(f"--to is {args.format!r}; expected {_FORMATS_HELP}")
+    with _open(args) as store, progress_bar("export", None) as bar:
+        counts = export_shards(
+            store,
+            args.out,
+            args.format,
+            stitched=not args.no_stitch,
+            progress=lambda done: bar.update(done, f"{done:,} records"),
+        )
+    return _report_counts(args, "exported", counts)
+
+
+def _report_counts(args: argparse.Namespace, what: str, counts: Any) -> int:
+    if args.json:
+        _print_json(dict(counts))
+        return 0
+    left = ", ".join(f"{n:,} {name}" for name, n in counts.items() if name.startswith("left out"))
+    print(f"{what} {counts['records']:,} records, {counts['tokens']:,} tokens{'; ' + left if left else ''}")
     return 0
