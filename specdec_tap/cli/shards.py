@@ -171,6 +171,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_json(export)
 
+    upload = action(
+        "upload",
+        "copy sealed shards and target/ to a store (s3://, gs://, any fsspec URL)",
+        _upload,
+        "upload shards/ s3://bucket/shards\nupload shards/ s3://bucket/shards --follow --remove-local",
+    )
+    upload.add_argument("url", metavar="URL", help="where to")
+    upload.add_argument("--follow", action="store_true", help="go on until interrupted, as shards are sealed")
+    upload.add_argument(
+        "--remove-local", action="store_true", help="remove a shard here once the store has it"
+    )
+    _add_json(upload)
+
 
 def _int_list(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
@@ -611,3 +624,32 @@ def _report_counts(args: argparse.Namespace, what: str, counts: Any) -> int:
     left = ", ".join(f"{n:,} {name}" for name, n in counts.items() if name.startswith("left out"))
     print(f"{what} {counts['records']:,} records, {counts['tokens']:,} tokens{'; ' + left if left else ''}")
     return 0
+
+
+def _upload(args: argparse.Namespace) -> int:
+    import threading
+
+    from ..shards.remote import Uploader
+
+    uploader = Uploader(Path(args.path), args.url, remove_local=args.remove_local)
+    if args.follow:
+        stop = threading.Event()
+        try:
+            uploader.follow(stop)
+        except KeyboardInterrupt:
+            stop.set()
+    report = uploader.run_once()
+    if args.json:
+        _print_json(
+            {
+                "uploaded": report.uploaded,
+                "already_there": report.already_there,
+                "removed_locally": report.removed_locally,
+                "failed": report.failed,
+            }
+        )
+    else:
+        print(f"uploaded {len(report.uploaded):,} files, {report.already_there:,} were there")
+        for message in report.failed:
+            print(f"not uploaded: {message}", file=sys.stderr)
+    return 1 if report.failed else 0

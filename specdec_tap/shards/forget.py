@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ShardError, StreamBusyError
+from ..errors import InputError, ShardError, StreamBusyError
 from .codec import erased_block
 from .frames import (
     BLOCK,
@@ -55,6 +55,8 @@ def forget(store: ShardStore, record_ids: Iterable[str]) -> ForgetReport:
         StreamBusyError: The stream's writer is alive; it may still share the blocks with new requests.
         ShardError: A journal is unsealed, or a file cannot be written; finished files stay as they are.
     """
+    if not isinstance(store.root, Path):
+        raise InputError(f"{store.root} is remote; forget in the local folder, then upload again")
     records = {record_id: store.find(record_id) for record_id in record_ids}
     by_stream: dict[str, set[str]] = {}
     for record in records.values():

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -36,8 +36,9 @@ from .frames import (
 from .layout import Piece, RecordMeta, ShardHeader, Span
 from .lossy import to_float
 from .records import BLOCK_COLUMNS, RECORD_COLUMNS, decode_index, decode_record
+from .remote import RemoteFolder, is_url
 from .scan import Scan, scan_frames
-from .source import DescriptorPool, LocalSource
+from .source import DescriptorPool, LocalSource, Source
 from .writer import SHARD_NAME
 
 if TYPE_CHECKING:
@@ -98,14 +99,14 @@ class Problem:
 class ShardFile:
     """One open shard, sealed or live. Thread-safe: reads are positioned and share no state."""
 
-    def __init__(self, path: Path, stream: str, number: int, pool: DescriptorPool | None = None) -> None:
+    def __init__(self, path: Path, stream: str, number: int, source: Source | None = None) -> None:
         """Open and read the header (sealed) or walk the frame heads (live).
 
         Args:
             path: The file.
             stream: Name of its stream's folder.
             number: By its name.
-            pool: Shared with other files, so that not all stay open.
+            source: Where its bytes come from; the local file by default.
 
         Raises:
             ShardError: With ``path`` set, for anything wrong with the file.
@@ -117,7 +118,7 @@ class ShardFile:
         self._index: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] | None = None
         self._scan: Scan | None = None
         self._head: SealedHead | None = None
-        self.source = LocalSource(path, pool or DescriptorPool())
+        self.source: Source = LocalSource(path, DescriptorPool()) if source is None else source
         try:
             with _naming(path):
                 self._size = self.source.size()
@@ -181,7 +182,8 @@ class ShardFile:
     def became_sealed(self, path: Path) -> None:
         """The journal was sealed and renamed to ``path``; the open file is the same one."""
         self.source.close()
-        self.source.path = path
+        if isinstance(self.source, LocalSource):
+            self.source.path = path
         with _naming(path):
             self.refresh()
             with self._lock:
@@ -503,12 +505,79 @@ def header_differences(a: ShardHeader, b: ShardHeader) -> dict[str, tuple[object
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
+class Folder(Protocol):
+    """A shards folder: ``LocalFolder`` here, ``RemoteFolder`` in ``remote.py``."""
+
+    root: Path
+
+    def list(
+        self, streams: tuple[str, ...] | None
+    ) -> tuple[list[tuple[str, int, Path]], list[tuple[Path, str]]]:
+        """``(stream, number, path)`` of every shard, sorted; and foreign things with what is wrong."""
+        ...
+
+    def source(self, path: Path) -> Source:
+        """Bytes of one of the listed files."""
+        ...
+
+    def target_dir(self) -> Path | None:
+        """Local folder with the target's head, or None."""
+        ...
+
+
+class LocalFolder:
+    """A shards folder on this machine."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._pool = DescriptorPool()
+
+    def list(
+        self, streams: tuple[str, ...] | None
+    ) -> tuple[list[tuple[str, int, Path]], list[tuple[Path, str]]]:
+        """As ``Folder``; for a number that has a journal and a sealed file, the sealed one."""
+        found: dict[tuple[str, int], Path] = {}
+        foreign: list[tuple[Path, str]] = []
+        try:
+            entries = [e for e in os.scandir(self.root) if e.name != "target" and not e.name.startswith(".")]
+        except OSError as err:
+            raise InputError(f"cannot list {str(self.root)!r}: {err.strerror}") from err
+        for stream in sorted(entries, key=lambda e: e.name):
+            if streams is not None and stream.name not in streams:
+                continue
+            if not stream.is_dir(follow_symlinks=False):
+                if stream.is_symlink() or SHARD_NAME.fullmatch(stream.name):
+                    message = "is not a stream folder; shards live in STREAM/ folders, not links"
+                    foreign.append((Path(stream.path), message))
+                continue
+            for entry in os.scandir(stream.path):
+                match = SHARD_NAME.fullmatch(entry.name)
+                if match:
+                    key = (stream.name, int(match[1]))
+                    if key not in found or entry.name.endswith(SEALED_SUFFIX):
+                        found[key] = Path(entry.path)
+                elif not entry.name.startswith("."):
+                    message = "is not a shard; expected names like 000001.safetensors"
+                    foreign.append((Path(entry.path), message))
+        listed = [(stream, number, path) for (stream, number), path in sorted(found.items())]
+        return listed, foreign
+
+    def source(self, path: Path) -> Source:
+        """Positioned reads; not all files stay open."""
+        return LocalSource(path, self._pool)
+
+    def target_dir(self) -> Path | None:
+        """``target/`` beside the streams."""
+        path = self.root / "target"
+        return path if path.is_dir() else None
+
+
 class ShardStore:
     """All records of a folder, by number. Made by ``open_shards``; thread-safe for reading."""
 
     def __init__(
         self,
-        root: Path,
+        folder: Folder,
         *,
         streams: tuple[str, ...] | None,
         only: Path | None,
@@ -516,7 +585,8 @@ class ShardStore:
         ignore_differences: tuple[str, ...],
         cache_bytes: int,
     ) -> None:
-        self.root = root
+        self.root = folder.root
+        self._folder = folder
         self.skipped: list[Problem] = []
         self.follow = follow
         self._streams = streams
@@ -531,7 +601,6 @@ class ShardStore:
         self._first: dict[str, int] = {}
         self._header: ShardHeader | None = None
         self._lock = threading.RLock()
-        self._pool = DescriptorPool()
         self._cache: OrderedDict[tuple[str, int, int], Block] = OrderedDict()
         self._cache_bytes = 0
         self._cache_limit = cache_bytes
@@ -564,8 +633,7 @@ class ShardStore:
     @property
     def target_dir(self) -> Path | None:
         """``target/`` beside the streams: the target's head, config and tokenizer. None if absent."""
-        path = self.root / "target"
-        return path if path.is_dir() else None
+        return self._folder.target_dir()
 
     def __len__(self) -> int:
         return self._length
@@ -629,7 +697,9 @@ class ShardStore:
             How many records were added at the end; the numbers of earlier ones do not change.
         """
         with self._lock:
-            listed = self._list()
+            listed, foreign = self._folder.list(self._streams)
+            for path, message in foreign:
+                self._note(path, message)
             self._first = {}
             for stream, number, _ in listed:
                 self._first.setdefault(stream, number)
@@ -640,12 +710,12 @@ class ShardStore:
                     if known is None:
                         if path in self._refused:
                             continue
-                        self._admit(key, ShardFile(path, stream, number, self._pool))
+                        self._admit(key, ShardFile(path, stream, number, self._folder.source(path)))
                     elif not known.sealed and path.name.endswith(SEALED_SUFFIX):
                         if known.same_file(path):
                             known.became_sealed(path)
                         else:
-                            self._files[key] = ShardFile(path, stream, number, self._pool)
+                            self._files[key] = ShardFile(path, stream, number, self._folder.source(path))
                     else:
                         known.refresh()
                 except (ShardError, IncompatibleShardsError) as err:
@@ -691,32 +761,6 @@ class ShardStore:
                 added += count - known
                 self._known[key] = count
         return added
-
-    def _list(self) -> list[tuple[str, int, Path]]:
-        """(stream, number, path) of every shard file; for a number that has both, the sealed one."""
-        found: dict[tuple[str, int], Path] = {}
-        try:
-            streams = [e for e in os.scandir(self.root) if e.name != "target" and not e.name.startswith(".")]
-        except OSError as err:
-            raise InputError(f"cannot list {str(self.root)!r}: {err.strerror}") from err
-        for stream in sorted(streams, key=lambda e: e.name):
-            if self._streams is not None and stream.name not in self._streams:
-                continue
-            if not stream.is_dir(follow_symlinks=False):
-                if stream.is_symlink() or SHARD_NAME.fullmatch(stream.name):
-                    self._note(
-                        Path(stream.path), "is not a stream folder; shards live in STREAM/ folders, not links"
-                    )
-                continue
-            for entry in os.scandir(stream.path):
-                match = SHARD_NAME.fullmatch(entry.name)
-                if match:
-                    key = (stream.name, int(match[1]))
-                    if key not in found or entry.name.endswith(SEALED_SUFFIX):
-                        found[key] = Path(entry.path)
-                elif not entry.name.startswith("."):
-                    self._note(Path(entry.path), "is not a shard; expected names like 000001.safetensors")
-        return [(stream, number, path) for (stream, number), path in sorted(found.items())]
 
     # ---- blocks
 
@@ -795,21 +839,39 @@ def open_shards(
     follow: bool = False,
     ignore_differences: Iterable[str] = (),
     cache_bytes: int = DEFAULT_CACHE_BYTES,
+    cache_dir: Path | None = None,
+    range_cache_bytes: int = 8 << 30,
 ) -> ShardStore:
-    """Open a folder of shards, one stream's folder, or one shard file. Reads headers only.
+    """Open a folder of shards, one stream's folder, one shard file, or a URL. Reads headers only.
 
     Args:
-        path: The shards folder, ``STREAM/`` inside it, or ``STREAM/000001.safetensors``.
+        path: The shards folder, ``STREAM/`` inside it, ``STREAM/000001.safetensors``, or the URL of a
+            shards folder that fsspec can open, such as ``s3://bucket/shards``.
         streams: Only these streams.
         follow: An empty folder is fine, a writer may still come; call ``refresh()``.
         ignore_differences: Header fields that may differ, such as ``target.name`` when the same model was
             served under two names.
         cache_bytes: Memory for decoded blocks, for prefixes that several records share.
+        cache_dir: Where ranges of remote files are kept; below ``~/.cache`` by default.
+        range_cache_bytes: At most so many bytes there.
 
     Raises:
         InputError: No such folder, or no readable shard in it.
         IncompatibleShardsError: Shards of different targets, layers or dtypes; lists what differs.
     """
+    if is_url(path):
+        folder: Folder = RemoteFolder(str(path), cache_dir, range_cache_bytes)
+        store = ShardStore(
+            folder,
+            streams=None if streams is None else tuple(streams),
+            only=None,
+            follow=follow,
+            ignore_differences=tuple(ignore_differences),
+            cache_bytes=cache_bytes,
+        )
+        if not follow:
+            _ = store.header
+        return store
     root = Path(path)
     only = None
     if root.is_file():
@@ -820,7 +882,7 @@ def open_shards(
     if not root.is_dir():
         raise InputError(f"{str(path)!r} is not a folder; expected the one that SPECDEC_TAP_DIR named")
     store = ShardStore(
-        root,
+        LocalFolder(root),
         streams=None if streams is None else tuple(streams),
         only=only,
         follow=follow,

@@ -22,7 +22,7 @@ from .frames import (
 )
 from .layout import ShardHeader, parse_json
 from .records import Index, decode_record
-from .source import Source
+from .source import ByteReader
 
 _MAX_META_BYTES = HEADER_AREA_BYTES
 
@@ -47,7 +47,7 @@ class Scan:
     """Why the scan stopped before the end of the file; None at a clean end."""
 
 
-def scan_frames(source: Source, scan: Scan | None = None, *, check_payloads: bool = False) -> Scan:
+def scan_frames(source: ByteReader, scan: Scan | None = None, *, check_payloads: bool = False) -> Scan:
     """Walk frames from where ``scan`` ended to the end of the file or the first frame that is not whole.
 
     Args:
@@ -89,7 +89,7 @@ def scan_frames(source: Source, scan: Scan | None = None, *, check_payloads: boo
     return scan
 
 
-def _take_frame(source: Source, scan: Scan, head: FrameHead, check_payloads: bool) -> None:
+def _take_frame(source: ByteReader, scan: Scan, head: FrameHead, check_payloads: bool) -> None:
     at = scan.end + FRAME_HEAD_BYTES
     whole = check_payloads or head.kind != BLOCK
     if head.kind == META and head.payload_bytes > _MAX_META_BYTES:
@@ -123,7 +123,7 @@ def _take_frame(source: Source, scan: Scan, head: FrameHead, check_payloads: boo
     scan.sequence += 1
 
 
-def _step_over(source: Source, scan: Scan, head: FrameHead, err: ShardError) -> None:
+def _step_over(source: ByteReader, scan: Scan, head: FrameHead, err: ShardError) -> None:
     """Go on behind a damaged payload, whose length is known, if the next frame proves that it was once whole.
 
     A bad payload at the very end is a torn write, or one that a network file system does not show yet.
@@ -143,7 +143,7 @@ def _step_over(source: Source, scan: Scan, head: FrameHead, err: ShardError) -> 
     scan.sequence += 1
 
 
-def find_frame(source: Source, start: int, stop: int) -> int | None:
+def find_frame(source: ByteReader, start: int, stop: int) -> int | None:
     """Offset of the first valid frame head at or after ``start``, anywhere, or None. Reads 1 MiB at a
     time."""
     window = 1 << 20

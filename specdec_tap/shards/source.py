@@ -28,6 +28,30 @@ class Source(Protocol):
         """Up to ``length`` bytes at ``offset``; fewer only where the file ends."""
         ...
 
+    def identity(self) -> tuple[int, int]:
+        """Device and inode, to know a file again after it was renamed."""
+        ...
+
+    def mode(self) -> int:
+        """Permission bits."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is open; a later read opens it again."""
+        ...
+
+
+class ByteReader(Protocol):
+    """The part of a source that walking frames needs."""
+
+    def size(self) -> int:
+        """Bytes in the file now."""
+        ...
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Up to ``length`` bytes at ``offset``."""
+        ...
+
 
 class FdSource:
     """A source over an open descriptor that somebody else owns."""
