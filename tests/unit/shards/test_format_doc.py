@@ -94,3 +94,30 @@ def test_golden_shards_verify(tmp_path):
 def test_header_fields_are_all_documented():
     for field in dataclasses.fields(ShardHeader):
         assert f"`{field.name}`" in DOC, field.name
+
+
+def test_the_examples_in_shards_md_run(tmp_path, monkeypatch):
+    from shardkit import make_header, write_request
+
+    from specdec_tap.shards import ShardWriter
+
+    with ShardWriter(tmp_path / "shards", make_header()) as writer:
+        write_request(writer, 10, 20)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "shards.md").read_text(), re.S)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "docs/shards.md", "exec"), {})
+
+
+def test_every_action_is_in_shards_md():
+    import argparse
+
+    from specdec_tap.cli import shards
+
+    parser = argparse.ArgumentParser()
+    shards.add_arguments(parser)
+    (actions,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    text = (ROOT / "docs" / "shards.md").read_text()
+    for name in actions.choices:
+        assert re.search(rf"`[^`]*\b{name}\b", text), name
