@@ -1,4 +1,4 @@
-"""Methods on vLLM's workers that ``engine.collective_rpc(name)`` can call, and the events of a worker's life."""
+"""Methods on vLLM's workers for ``engine.collective_rpc(name)``, and the events of a worker's life."""
 
 from __future__ import annotations
 

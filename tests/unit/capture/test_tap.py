@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from types import SimpleNamespace as Object
 
@@ -372,6 +373,29 @@ def test_a_removed_folder_starts_a_new_stream(start, tmp_path):
     tap.channel.finish()
     assert [r.meta.request_id for r in open_shards(tmp_path / "shards")] == ["b"]
     counts(tap)
+
+
+def test_a_full_disk_costs_requests_and_leaves_a_valid_journal(tmp_path):
+    """On a file system of 3 MB."""
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(tmp_path)], check=False)
+    if made.returncode:
+        pytest.skip("no right to mount a small file system here")
+    try:
+        tap, wide = make_tap(tmp_path / "shards", hidden_size=1024), FakeRunner("v1", 1024)
+        for i in range(20):
+            prompt = [i + 1] * 200
+            tap.on_schedule(schedule([new_request(f"r{i}", prompt, max_tokens=1)]))
+            tap.on_step(wide.step([f"r{i}"], [200], [0], prompt, [[2]]))
+            tap.on_schedule(schedule(finished=[f"r{i}"]))
+        wait(lambda: tap.status()["writer"]["dropped_io_error"] > 0)
+        tap.channel.finish()
+        got = counts(tap)
+        assert got["requests_sealed"] + got["dropped_io_error"] == 20
+        store = open_shards(tmp_path / "shards")
+        assert len(store) == got["requests_sealed"] > 0
+        assert all(record.aux().shape == (200, NUM_AUX, 1024) for record in store)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_nan_rows_cost_their_request(start):
