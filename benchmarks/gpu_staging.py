@@ -1,6 +1,6 @@
 """Check on a GPU what the tap's device path costs: copy rate, host time per step, effect on computing.
 
-Needs a CUDA device and no vLLM; takes about a minute. Prints one JSON line and exits 1 when rows arrive wrong.
+Needs a CUDA device and no vLLM; takes about a minute. Prints one JSON line; exits 1 when rows arrive wrong.
 
     python benchmarks/gpu_staging.py --hidden 4096 --rows 256
     python benchmarks/gpu_staging.py --hidden 7168 --rows 8192        # a long prefill of a large model
