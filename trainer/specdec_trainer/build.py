@@ -14,11 +14,13 @@ from torch import Tensor
 from specdec_tap.errors import ConfigError, InputError
 from specdec_tap.target import Target
 
+from .algorithms import ALGORITHMS
 from .config import TrainConfig
+from .drafter import Drafter
 from .export import load_drafter
 from .loss import TeacherHead
 from .mla import KIMI_K2, LatentShape
-from .model import LAYERS, DraftConfig, Eagle3Drafter, init_weights
+from .model import LAYERS, DraftConfig
 from .objective import Eagle3Objective
 from .rope import rope_parameters
 from .vocab import choose_draft_ids, draft_size, loss_size, mappings
@@ -101,6 +103,19 @@ def fusion_norms(config: TrainConfig) -> tuple[bool, bool]:
     return before, each
 
 
+NO_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+"""Of drafters without attention."""
+
+
+def mask_token(target: Target) -> int:
+    """A token that text hardly holds: the target's padding token, or its last one."""
+    for config in (target.text_config, target.config):
+        value = config.get("pad_token_id")
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < target.vocab_size:
+            return value
+    return target.vocab_size - 1
+
+
 def draft_rope(layer: str, target: Target, head_dim: int) -> dict[str, Any]:
     """Rope settings of the drafter: the target's."""
     rope = rope_parameters({**target.text_config, "head_dim": head_dim})
@@ -116,8 +131,16 @@ def draft_config(
     """Shape and arithmetic of the drafter."""
     shape = draft_shape(target, config.layer)
     text = target.text_config
-    norm_before_fc, fc_norm = fusion_norms(config)
+    fuses = config.algorithm in ("eagle3", "peagle")
+    norm_before_fc, fc_norm = fusion_norms(config) if fuses else (False, False)
+    attends = config.algorithm != "medusa"
+    mask_token_id = None
+    if config.algorithm == "peagle":
+        mask_token_id = config.mask_token_id if config.mask_token_id is not None else mask_token(target)
     return DraftConfig(
+        algorithm=config.algorithm,
+        draft_steps=0 if attends else config.ttt_steps,
+        mask_token_id=mask_token_id,
         layer=config.layer,
         hidden_size=target.hidden_size,
         num_layers=config.num_layers,
@@ -126,15 +149,15 @@ def draft_config(
         num_kv_heads=config.num_kv_heads or shape.num_kv_heads,
         head_dim=config.head_dim or shape.head_dim,
         rms_norm_eps=target.norm_eps,
-        rope=draft_rope(config.layer, target, shape.head_dim),
+        rope=draft_rope(config.layer, target, shape.head_dim) if attends else dict(NO_ROPE),
         max_position_embeddings=int(text.get("max_position_embeddings") or 32768),
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab,
         aux_layer_ids=tuple(aux_layer_ids),
-        norm_before_residual=config.norm_before_residual,
+        norm_before_residual=config.norm_before_residual and fuses,
         norm_before_fc=norm_before_fc,
         fc_norm=fc_norm,
-        norm_output=config.norm_output,
+        norm_output=config.norm_output and fuses,
         attention_bias=config.attention_bias,
         latent=latent_shape(target) if config.layer == "kimik2" else None,
         target_layers=target.num_hidden_layers,
@@ -144,6 +167,13 @@ def draft_config(
 def draft_vocabulary(config: TrainConfig, target: Target, counts: np.ndarray) -> np.ndarray | None:
     """Target ids of the draft vocabulary, or None for all of them."""
     vocab = target.vocab_size
+    if not ALGORITHMS[config.algorithm].reducible:
+        if config.draft_vocab_size not in (None, vocab):
+            raise ConfigError(
+                f"draft_vocab_size is {config.draft_vocab_size:,}, but vLLM's drafter for algorithm "
+                f"{config.algorithm} proposes from the whole vocabulary; leave it out"
+            )
+        return None
     size = config.draft_vocab_size
     if size is None:
         size = draft_size(vocab, largest=config.max_draft_vocab_size, full_limit=config.full_vocab_limit)
@@ -192,11 +222,14 @@ def chosen_layers(config: TrainConfig, captured: tuple[int, ...]) -> tuple[int, 
     return wanted
 
 
-def warm_start(path: Path, target: Target, aux_layer_ids: tuple[int, ...]) -> Eagle3Drafter:
+def warm_start(
+    path: Path, target: Target, aux_layer_ids: tuple[int, ...], algorithm: str = "eagle3"
+) -> Drafter:
     """A published drafter to go on with.
 
     Args:
         path: Its folder.
+        algorithm: That it must have.
         target: Of the shards; sizes must agree.
         aux_layer_ids: The drafter's input here. Ids one lower in the drafter's config are SGLang's spelling
             of the same layers.
@@ -206,6 +239,10 @@ def warm_start(path: Path, target: Target, aux_layer_ids: tuple[int, ...]) -> Ea
     """
     model = load_drafter(path, compute_dtype=torch.float32)
     theirs = model.config
+    if theirs.algorithm != algorithm:
+        raise InputError(
+            f"{str(path)!r} is a drafter of algorithm {theirs.algorithm}; expected {algorithm} (--algorithm)"
+        )
     if (theirs.hidden_size, theirs.vocab_size) != (target.hidden_size, target.vocab_size):
         raise InputError(
             f"{str(path)!r} is a drafter for hidden size {theirs.hidden_size:,} and vocabulary "
@@ -222,7 +259,7 @@ def warm_start(path: Path, target: Target, aux_layer_ids: tuple[int, ...]) -> Ea
     return model
 
 
-def adopt(model: Eagle3Drafter, source: Eagle3Drafter) -> None:
+def adopt(model: Drafter, source: Drafter) -> None:
     """Copy a drafter's weights into one of the same shape, head rows by token where vocabularies differ."""
     weights = source.state_dict()
     theirs = torch.full((source.config.vocab_size,), -1, dtype=torch.int64)
@@ -236,7 +273,7 @@ def adopt(model: Eagle3Drafter, source: Eagle3Drafter) -> None:
 
 def check_layers(aux_layer_ids: tuple[int, ...], target: Target) -> None:
     """Refuse shards whose layers cannot be this target's."""
-    if max(aux_layer_ids) > target.num_hidden_layers:
+    if max(aux_layer_ids, default=0) > target.num_hidden_layers:
         raise InputError(
             f"the shards hold states of layer {max(aux_layer_ids)}, but the target in "
             f"{str(target.path)!r} has "
@@ -250,7 +287,7 @@ def build(
     target: Target,
     draft_ids: np.ndarray | None,
     device: torch.device,
-    source: Eagle3Drafter | None = None,
+    source: Drafter | None = None,
     counts: np.ndarray | None = None,
 ) -> Eagle3Objective:
     """Model, teacher and objective on ``device``.
@@ -266,8 +303,8 @@ def build(
     """
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     generator = torch.Generator().manual_seed(config.seed)
-    model = Eagle3Drafter(draft, compute_dtype=dtype)
-    init_weights(model, generator)
+    model = ALGORITHMS[draft.algorithm](draft, compute_dtype=dtype)
+    model.start(generator)
     head = target.head.torch()[: target.vocab_size]
     bias = None if target.head_bias is None else target.head_bias.torch()[: target.vocab_size]
     ids: Tensor | None = None
@@ -281,14 +318,19 @@ def build(
         )
     model.lm_head.weight.data.copy_(rows.float() * target.logit_scale)
     model.lm_head.weight.requires_grad_(config.train_lm_head)
-    if (scale := final_norm_scale(target)) is not None:
+    if config.train_lm_head and not model.own_head:
+        raise ConfigError(
+            f"train_lm_head is true, but algorithm {draft.algorithm} proposes with the target's own head; "
+            "turn it off"
+        )
+    if hasattr(model, "norm") and (scale := final_norm_scale(target)) is not None:
         # The head expects states of this scale in each channel.
         model.norm.weight.data.copy_(scale)
     if source is not None:
         adopt(model, source)
     if not config.train_lm_head:
         model.lm_head.to(dtype)  # a frozen table needs no float32 master
-    for layer in model.layers:
+    for layer in getattr(model, "layers", ()):
         layer.dropout = config.dropout
     model.input_dropout = config.input_dropout
     model.embed_weight = target.embed.torch()[: target.vocab_size]
@@ -303,11 +345,12 @@ def build(
             temperature=config.teacher_temperature, hard_weight=config.hard_weight,
         )  # fmt: skip
 
+    feature_weight = model.feature_weight if config.feature_weight is None else config.feature_weight
     rows = None if counts is None else loss_rows(config, draft_ids, target, counts)
     all_ids = torch.arange(target.vocab_size) if ids is None else ids
     return Eagle3Objective(
         model, teacher_over(ids), steps=config.ttt_steps, decay=config.ttt_decay,
-        broken_keep=config.broken_keep, noise=config.noise, feature_weight=config.feature_weight,
+        broken_keep=config.broken_keep, noise=config.noise, feature_weight=feature_weight,
         loss_rows=None if rows is None else rows.to(device),
         loss_teacher=None if rows is None else teacher_over(all_ids[rows]),
     )  # fmt: skip
@@ -321,15 +364,23 @@ def final_norm_scale(target: Target) -> Tensor | None:
     return weight + 1.0 if target.norm_kind == "rms_one_plus" else weight
 
 
-def describe(draft: DraftConfig, model: Eagle3Drafter, shape: Shape) -> dict[str, Any]:
+def _describe_shape(draft: DraftConfig, model: Drafter, shape: Shape) -> str:
+    if draft.algorithm == "medusa":
+        return f"{model.title}, {draft.draft_steps} heads of {draft.num_layers} layer(s)"
+    return f"{model.title} {draft.layer}, {draft.num_layers} layer(s): {shape.reason}"
+
+
+def describe(draft: DraftConfig, model: Drafter, shape: Shape) -> dict[str, Any]:
     """Facts for logs and the model card."""
     trainable = sum(p.numel() for _, p in model.trainable())
     return {
-        "architecture": f"EAGLE-3 {draft.layer}, {draft.num_layers} layer(s): {shape.reason}",
+        "algorithm": draft.algorithm,
+        "architecture": _describe_shape(draft, model, shape),
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable_parameters": trainable,
         "trainable": [name for name, _ in model.trainable()],
         "draft_vocab_size": draft.draft_vocab_size,
         "vocab_size": draft.vocab_size,
         "aux_layer_ids": list(draft.aux_layer_ids),
+        "draft_steps": draft.draft_steps,
     }

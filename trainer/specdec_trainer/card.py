@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from specdec_tap._version import __version__
 
+from .algorithms import ALGORITHMS
 from .checkpoint import LoopState
 from .config import TrainConfig
 from .data import Survey
@@ -18,20 +20,26 @@ def model_card(
 ) -> str:  # fmt: skip
     """README.md of a drafter: what it is, what it was trained on, what it reaches."""
     target = target_name or "the served model"
+    kind = ALGORITHMS[facts["algorithm"]]
+    speculative = {
+        "method": kind.method,
+        "model": "THIS_FOLDER",
+        "num_speculative_tokens": facts["draft_steps"] or config.eval_draft_tokens,
+        **kind.serving,
+    }
     lines = [
         "---",
         "license: other  # state the license of the target and of the traffic before sharing",
         *([f"base_model: {target_name}"] if target_name else []),
-        "tags: [speculative-decoding, eagle3]",
+        f"tags: [speculative-decoding, {facts['algorithm']}]",
         "---",
         "",
-        f"# EAGLE-3 drafter for {target}",
+        f"# {kind.title} drafter for {target}",
         "",
         f"Trained by specdec-tap {__version__} on hidden states captured while {target} was serving.",
         "",
         "```",
-        'vllm serve TARGET --speculative-config \'{"method": "eagle3", "model": "THIS_FOLDER", '
-        f'"num_speculative_tokens": {config.eval_draft_tokens}}}\'',
+        f"vllm serve TARGET --speculative-config '{json.dumps(speculative)}'",
         "```",
         "",
         "| | |",
@@ -39,7 +47,9 @@ def model_card(
         f"| Architecture | {facts['architecture']} |",
         f"| Parameters | {facts['parameters']:,}, {facts['trainable_parameters']:,} trained |",
         f"| Draft vocabulary | {facts['draft_vocab_size']:,} of {facts['vocab_size']:,} |",
-        f"| Aux layers (residual stream entering layer) | {facts['aux_layer_ids']} |",
+        f"| Aux layers (residual stream entering layer) | {facts['aux_layer_ids']} |"
+        if kind.reads == "aux"
+        else "| Input | final state, after the target's last norm |",
         f"| Training data | {survey.records:,} requests, {survey.supervised:,} supervised tokens |",
         f"| Training | {state.step:,} steps, {state.tokens:,} tokens, {config.ttt_steps} TTT steps |",
     ]

@@ -23,6 +23,9 @@ class TrainConfig:
     """Settings of one training run."""
 
     # -- what is trained
+    algorithm: Literal["eagle3", "eagle1", "medusa", "peagle"] = "eagle3"
+    """eagle3; eagle1 (also EAGLE-2's weights; needs shards with final_hidden: all); medusa (ttt_steps heads);
+    peagle (all draft tokens in one pass)."""
     layer: Literal["llama", "qwen3", "kimik2"] = "llama"
     """Decoder layer of the drafter: llama, qwen3 (norms on query and key heads) or kimik2 (latent
     attention)."""
@@ -83,8 +86,12 @@ class TrainConfig:
     """Temperature of the target's distribution; below 1 sharpens it towards the greedy token."""
     hard_weight: float = 0.0
     """Share of the target's distribution replaced by its greedy token, 0 to 1."""
-    feature_weight: float = 0.0
-    """Weight of the cosine distance between the drafter's state and the target's final state."""
+    feature_weight: float | None = None
+    """Weight of the distance between the drafter's state and the target's final state: cosine, or smooth L1
+    for eagle1; None: 1 for eagle1, 0 for the others."""
+    mask_token_id: int | None = None
+    """Token whose embedding stands for an unknown one in peagle; None takes the target's padding token, or
+    its last one."""
     prompt_weight: float = 0.0
     """Loss weight of prompt tokens, which have no target distribution unless captured with final_hidden:
     all."""

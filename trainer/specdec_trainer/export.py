@@ -22,8 +22,10 @@ from torch import Tensor
 from specdec_tap.errors import ConfigError, InputError
 from specdec_tap.target import Target
 
+from .algorithms import ALGORITHMS
+from .drafter import Drafter
 from .mla import LatentShape
-from .model import LAYERS, DraftConfig, Eagle3Drafter
+from .model import LAYERS, DraftConfig
 from .rope import rope_parameters
 
 FORMATS = ("vllm", "sglang", "trtllm", "speculators")
@@ -31,7 +33,7 @@ WEIGHTS = "model.safetensors"
 
 
 def export_drafter(
-    model: Eagle3Drafter,
+    model: Drafter,
     out_dir: Path,
     *,
     target: Target | None = None,
@@ -99,7 +101,11 @@ def engine_config(
     draft_tokens: int,
 ) -> dict[str, Any]:
     """``config.json`` of one format."""
-    names = LAYERS[draft.layer].engine
+    names, kind = LAYERS[draft.layer].engine, ALGORITHMS[draft.algorithm]
+    if draft.algorithm != "eagle3" and format != "vllm":
+        raise ConfigError(
+            f"algorithm {draft.algorithm} is exported for vllm only; {format!r} is not known for it"
+        )
     if draft.latent is not None and format != "vllm":
         raise ConfigError(f"layer {draft.layer} cannot be expressed in the {format} format; export for vllm")
     if draft.latent is not None and draft.latent.q_lora_rank is None:
@@ -146,7 +152,7 @@ def engine_config(
     if format == "speculators":
         return _speculators_config(draft, flat, dtype_name, target, target_name, draft_tokens)
     ids = [i if format == "vllm" else i - 1 for i in draft.aux_layer_ids]
-    if min(ids) < 0:
+    if min(ids, default=0) < 0:
         raise ConfigError(
             f"aux layer 0 (the embeddings) cannot be expressed in the {format} format, whose ids mean "
             "outputs of "
@@ -190,7 +196,10 @@ def engine_config(
                 "off to export "
                 "for it"
             )
-    return flat
+    config = kind.engine_config(draft, flat)
+    if not kind.own_head and target is not None and target.logit_scale != 1.0:
+        config["logit_scale"] = target.logit_scale
+    return config
 
 
 def _rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
@@ -249,15 +258,14 @@ def _speculators_config(
     }
 
 
-def engine_tensors(model: Eagle3Drafter, format: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def engine_tensors(model: Drafter, format: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Tensors of one format; never ``embed_tokens``, which engines share from the target."""
     out: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        if name == "d2t":
-            continue
+    for name, value in model.engine_tensors().items():
         if format in ("sglang", "trtllm") and model.config.num_layers == 1:
             name = name.replace("layers.0.", "midlayer.")
-        out[name] = value.detach().to("cpu", dtype).contiguous().clone()
+        kept = dtype if value.is_floating_point() else value.dtype
+        out[name] = value.detach().to("cpu", kept).contiguous().clone()
     if model.reduced_vocab or format in ("sglang", "speculators"):
         d2t = model.d2t.cpu()
         t2d = torch.zeros(model.config.vocab_size, dtype=torch.bool)
@@ -267,11 +275,12 @@ def engine_tensors(model: Eagle3Drafter, format: str, dtype: torch.dtype) -> dic
 
 
 def expected_tensors(draft: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the drafter's own tensors (vLLM names)."""
-    model = Eagle3Drafter.__new__(Eagle3Drafter)
+    """Names and shapes of the drafter's own tensors, as in its ``state_dict``."""
+    kind = ALGORITHMS[draft.algorithm]
     with torch.device("meta"):
-        model.__init__(draft)
-    return {n: tuple(t.shape) for n, t in model.state_dict().items() if n != "d2t"}
+        model = kind(draft)
+    absent = {"d2t"} if kind.own_head else {"d2t", "lm_head.weight"}
+    return {n: tuple(t.shape) for n, t in model.state_dict().items() if n not in absent}
 
 
 def check_drafter(path: Path, *, target: Target | None = None) -> list[str]:
@@ -287,7 +296,7 @@ def check_drafter(path: Path, *, target: Target | None = None) -> list[str]:
     except (InputError, ConfigError) as err:
         return [str(err)]
     problems = []
-    tensors = {canonical_name(n): t for n, t in tensors.items()}
+    tensors = ALGORITHMS[draft.algorithm].own_names({canonical_name(n): t for n, t in tensors.items()})
     expected = expected_tensors(draft)
     for name, shape in expected.items():
         if name not in tensors:
@@ -374,12 +383,17 @@ def parse_config(config: dict[str, Any]) -> tuple[DraftConfig, str]:
         InputError: A field is missing.
     """
     speculators = "speculators_model_type" in config
+    algorithm = algorithm_of(config)
+    kind = ALGORITHMS[algorithm]
     inner = config.get("transformer_layer_config", {}) if speculators else config
+    inner = {**inner, **kind.unused}
     facts = config
     nested = config.get("eagle_config") or {}
     ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
     width = facts.get("num_aux_hidden_states") or (len(ids) if ids else 3)
-    if not ids:
+    if kind.reads == "final":
+        ids = []
+    elif not ids:
         layers = int(config.get("target_num_hidden_layers", 0))
         ids = sorted({2, layers // 2, layers - 3}) if layers >= 6 else list(range(1, width + 1))
     layers_of = {kind.engine.model_type: name for name, kind in LAYERS.items()}
@@ -394,7 +408,8 @@ def parse_config(config: dict[str, Any]) -> tuple[DraftConfig, str]:
         latent = _parse_latent(inner) if layer == "kimik2" else None
         heads = int(inner["num_attention_heads"])
         head_dim = inner.get("head_dim") or inner["hidden_size"] // heads
-        draft = DraftConfig(
+        values: dict[str, Any] = dict(
+            algorithm=algorithm,
             layer=layer,
             latent=latent,
             hidden_size=int(inner["hidden_size"]),
@@ -416,9 +431,23 @@ def parse_config(config: dict[str, Any]) -> tuple[DraftConfig, str]:
             attention_bias=bool(inner.get("attention_bias", False)),
             mlp_bias=bool(inner.get("mlp_bias", False)),
         )
+        draft = DraftConfig(**(values | kind.parse(config)))
     except (KeyError, TypeError, ValueError) as err:
         raise InputError(f"config.json of the drafter is incomplete or wrong: {err!r}") from err
     return draft, "speculators" if speculators else "vllm"
+
+
+def algorithm_of(config: dict[str, Any]) -> str:
+    """Algorithm of a drafter's ``config.json``."""
+    architecture = str((config.get("architectures") or [""])[0])
+    if config.get("model_type") == "medusa" or architecture.startswith("Medusa"):
+        return "medusa"
+    if architecture.startswith("Eagle") and not architecture.startswith("Eagle3"):
+        return "eagle1"
+    if config.get("speculators_model_type") == "peagle" or architecture.lower().startswith("peagle"):
+        return "peagle"
+    mask = (config.get(name) for name in ("mask_token_id", "pard_token", "ptd_token_id"))
+    return "peagle" if any(value is not None for value in mask) else "eagle3"
 
 
 def _parse_latent(inner: dict[str, Any]) -> LatentShape:
@@ -432,8 +461,8 @@ def _parse_latent(inner: dict[str, Any]) -> LatentShape:
     )
 
 
-def load_drafter(path: Path, *, compute_dtype: torch.dtype = torch.bfloat16) -> Eagle3Drafter:
-    """A drafter folder as a model (its embedding must be set from the target before use).
+def load_drafter(path: Path, *, compute_dtype: torch.dtype = torch.bfloat16) -> Drafter:
+    """A drafter folder as a model; ``lend_tables`` gives it what it shares with the target.
 
     Raises:
         InputError: The folder is not a whole drafter.
@@ -442,15 +471,26 @@ def load_drafter(path: Path, *, compute_dtype: torch.dtype = torch.bfloat16) -> 
         raise InputError(f"{str(path)!r} cannot be loaded: " + "; ".join(problems))
     config, tensors = read_folder(path)
     draft, _ = parse_config(config)
-    model = Eagle3Drafter(draft, compute_dtype=compute_dtype)
-    weights = {canonical_name(n): t for n, t in tensors.items()}
+    kind = ALGORITHMS[draft.algorithm]
+    model = kind(draft, compute_dtype=compute_dtype)
+    weights = kind.own_names({canonical_name(n): t for n, t in tensors.items()})
     own = {n: weights[n].float() for n in expected_tensors(draft)}
+    if not kind.own_head:
+        own["lm_head.weight"] = model.lm_head.weight
     own["d2t"] = weights.get("d2t", torch.zeros(draft.draft_vocab_size, dtype=torch.int64))
     model.load_state_dict(own)
     return model
 
 
-def target_ids_of(model: Eagle3Drafter) -> np.ndarray | None:
+def lend_tables(model: Drafter, target: Target) -> None:
+    """Give a loaded drafter the target's embedding and, where it has none of its own, the target's head."""
+    model.embed_weight = target.embed.torch()[: target.vocab_size].to(model.compute_dtype)
+    if not model.own_head:
+        head = target.head.torch()[: target.vocab_size]
+        model.lm_head.weight.data.copy_(head.float() * target.logit_scale)
+
+
+def target_ids_of(model: Drafter) -> np.ndarray | None:
     """Ascending target ids of the draft vocabulary; None when it is the whole one."""
     if not model.reduced_vocab:
         return None

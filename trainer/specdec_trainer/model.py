@@ -10,7 +10,7 @@ Shapes: n rows, H hidden size, A aux layers, h query heads, kv key heads, d head
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,16 @@ from torch import Tensor, nn
 
 from specdec_tap.errors import ConfigError
 
+from .drafter import Chains, Drafter, init_weights
 from .layers import LlamaLayer, Qwen3Layer, project
 from .mla import KimiK2Layer, LatentShape
 from .norm import RMSNorm
+from .ttt import propose, unroll
+
+if TYPE_CHECKING:
+    from .batch import Batch
+
+__all__ = ["LAYERS", "DraftConfig", "Eagle3Drafter", "init_weights"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +64,12 @@ class DraftConfig:
     mlp_bias: bool = False
     latent: LatentShape | None = None
     """Sizes of latent attention; only for layer kimik2, whose heads have no other sizes."""
+    algorithm: str = "eagle3"
+    """A name in ``algorithms.ALGORITHMS``."""
+    draft_steps: int = 0
+    """Tokens that the weights are made for, where that is part of the shape (Medusa's heads)."""
+    mask_token_id: int | None = None
+    """Token whose embedding stands for an unknown one (P-EAGLE)."""
     target_layers: int = 0
     """Decoder layers of the target (facts for the model card and the export)."""
 
@@ -79,7 +92,7 @@ class DraftConfig:
         problems += self._layer_problems()
         if self.num_layers < 1:
             problems.append(f"num_layers is {self.num_layers}; expected at least 1")
-        if not self.aux_layer_ids or list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):
+        if list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):
             problems.append(f"aux_layer_ids is {list(self.aux_layer_ids)}; expected distinct ascending ids")
         if problems:
             raise ConfigError("; ".join(problems))
@@ -102,14 +115,16 @@ LAYERS: dict[str, type] = {"llama": LlamaLayer, "qwen3": Qwen3Layer, "kimik2": K
 """Decoder layers by name."""
 
 
-class Eagle3Drafter(nn.Module):
+class Eagle3Drafter(Drafter):
     """Fuses the target's aux states, reads the next token, predicts the one after it."""
 
+    title = "EAGLE-3"
+    method = "eagle3"
+
     def __init__(self, config: DraftConfig, *, compute_dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.config = config
-        self.compute_dtype = compute_dtype
-        self.input_dropout = 0.0
+        if not config.aux_layer_ids:
+            raise ConfigError(f"aux_layer_ids is empty; {self.title} reads at least one captured layer")
+        super().__init__(config, compute_dtype)
         size, num_aux = config.hidden_size, len(config.aux_layer_ids)
         kind = LAYERS[config.layer]
         rope = kind.rope_for(config)
@@ -120,26 +135,16 @@ class Eagle3Drafter(nn.Module):
             self.fc_norm = nn.ModuleList(RMSNorm(size, config.rms_norm_eps) for _ in range(num_aux))
         self.layers = nn.ModuleList(kind(config, i, rope) for i in range(config.num_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        self.register_buffer("embed_weight", torch.empty(0), persistent=False)
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
-    @property
-    def reduced_vocab(self) -> bool:
-        """The drafter proposes from a part of the target's vocabulary."""
-        return self.config.draft_vocab_size != self.config.vocab_size
+    def chains(self, batch: Batch, steps: int) -> Chains:
+        return unroll(self, batch, steps)
 
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Target ids of draft ids."""
-        return draft_ids + self.d2t[draft_ids]
+    def propose(self, states: Tensor, tokens: Tensor, *, steps: int, first_position: int = 0) -> Tensor:
+        return propose(self, states, tokens, steps=steps, first_position=first_position)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Embedding rows ``[n, H]`` of target ids; the table is the target's and is not trained."""
-        return F.embedding(token_ids, self.embed_weight).to(self.compute_dtype)
-
-    def combine(self, aux: Tensor) -> Tensor:
+    def combine(self, states: Tensor) -> Tensor:
         """First-step input ``[n, H]`` from aux states ``[n, A, H]``."""
-        x = aux.to(self.compute_dtype)
+        x = states.to(self.compute_dtype)
         if self.config.norm_before_fc:
             x = self.input_norm(x.flatten(1))
         elif self.config.fc_norm:
@@ -148,25 +153,12 @@ class Eagle3Drafter(nn.Module):
             x = F.dropout(x, self.input_dropout)
         return project(x.flatten(1), self.fc)
 
+    def feed(self, state: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """State and embedding of the next draft step, from the last step's state and the token drafted."""
+        return state, self.embed(tokens)
+
     def finish(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``(state for the head, state fed to the next draft step)``, both ``[n, H]``."""
         stream = residual + hidden
         normed = self.norm(stream)
         return normed, normed if self.config.norm_output else stream
-
-    def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        """Named parameters that the optimizer changes."""
-        return [(name, p) for name, p in self.named_parameters() if p.requires_grad]
-
-
-def init_weights(model: Eagle3Drafter, generator: torch.Generator, *, std: float = 0.02) -> None:
-    """Random start: projections that write to the residual stream begin at zero scale of the input.
-
-    ``fc`` starts as the mean of the aux states plus noise, so the first state is close to the target's own.
-    """
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim == 1:
-                p.fill_(0.0 if name.endswith("bias") else 1.0)
-            elif not name.startswith("lm_head"):
-                p.normal_(0.0, std, generator=generator)

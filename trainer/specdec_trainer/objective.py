@@ -1,7 +1,8 @@
 """What one batch costs: the TTT unroll against the teacher, as sums and counts.
 
-An algorithm is an object with ``model``, ``loss(batch, generator) -> Sums`` and ``matches(batch)``; the
-loop, the checkpoints and the evaluation know nothing else. EAGLE-3 is the one here.
+An objective is an object with ``model``, ``loss(batch, generator) -> Sums`` and ``matches(batch)``; the
+loop, the checkpoints and the evaluation know nothing else. The one here serves every drafter whose steps are
+compared with the target's distribution, whatever their algorithm.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .batch import Batch
+from .drafter import Drafter
 from .dtypes import wide
 from .loss import TeacherHead, soft_cross_entropy
-from .model import Eagle3Drafter
-from .ttt import unroll
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Eagle3Objective:
 
     def __init__(
         self,
-        model: Eagle3Drafter,
+        model: Drafter,
         teacher: TeacherHead,
         *,
         steps: int,
@@ -71,7 +71,7 @@ class Eagle3Objective:
             broken_keep: Share of chains continued after the drafter's token was wrong, 0 to 1. A server never
                 continues them; 1 is plain TTT.
             noise: Uniform noise on the aux states, as a share of their standard deviation.
-            feature_weight: Weight of the cosine distance between the drafter's state and the target's.
+            feature_weight: Weight of the distance between the drafter's state and the target's.
             loss_rows: Draft ids that the training loss is taken over ``[L]``; None for all. Only with a
                 frozen
                 head: its other rows are the target's and follow by themselves. Evaluation sees every row.
@@ -130,7 +130,7 @@ class Eagle3Objective:
         dtype = wide(model.compute_dtype)
         total = torch.zeros((), device=device, dtype=dtype)
         sums = [torch.zeros(steps, device=device, dtype=dtype) for _ in range(4)]
-        chains = unroll(model, batch, steps)
+        chains = model.chains(batch, steps)
         keep: Tensor | None = None
         while True:
             try:
@@ -144,8 +144,8 @@ class Eagle3Objective:
             part, rows_loss, correct = soft_cross_entropy(step.hidden, head, centroid[source], target, weight)
             total = total + part
             if self.feature_weight and model.training and len(batch.taught) == batch.num_supervised:
-                near = torch.cosine_similarity(step.hidden.float(), batch.final[source].float(), dim=-1)
-                total = total + self.feature_weight * (weight * (1.0 - near)).sum()
+                away = model.feature_loss(step.hidden, batch.final[source])
+                total = total + self.feature_weight * (weight * away).sum()
             for s, value in zip(
                 sums, (rows_loss * known, correct, torch.ones_like(known), ~known), strict=True
             ):

@@ -30,7 +30,9 @@ class Optimizers:
         if not named:
             raise ConfigError("no parameter is trainable; unfreeze something")
         # An output head is a table of rows, not a map between hidden spaces: Muon is not meant for it.
-        matrices = [p for n, p in named if p.ndim == 2 and "lm_head" not in n] if name == "muon" else []
+        matrices = []
+        if name == "muon":
+            matrices = [p for n, p in named if p.ndim == 2 and min(p.shape) > 1 and "lm_head" not in n]
         chosen = {id(p) for p in matrices}
         rest = [p for _, p in named if id(p) not in chosen]
         self.parameters = [p for _, p in named]

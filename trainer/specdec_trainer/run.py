@@ -18,7 +18,8 @@ from specdec_tap.errors import ConfigError, InputError
 from specdec_tap.target import Target, load_target
 
 from . import build as building
-from . import checkpoint, data, runlog, start
+from . import checkpoint, data, inputs, runlog, start
+from .algorithms import ALGORITHMS
 from .batch import Batch
 from .card import model_card
 from .config import TrainConfig
@@ -105,11 +106,17 @@ def _run(
     device = pick_device(config.device, group)
     if resume and out is None:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
+    kind = ALGORITHMS[config.algorithm]
     store, target = open_inputs(shards, target_path, store)
+    store = inputs.view(store, kind)
     captured = tuple(store.header.aux_layer_ids)
     building.check_layers(captured, target)
     aux_ids = building.chosen_layers(config, captured)
-    source = None if config.init_from is None else building.warm_start(config.init_from, target, aux_ids)
+    source = (
+        None
+        if config.init_from is None
+        else building.warm_start(config.init_from, target, aux_ids, config.algorithm)
+    )
 
     # What to train on.
     training, evaluation = data.split(store, config.held_out)
@@ -141,7 +148,12 @@ def _run(
         1.0 if draft_ids is None else float(survey.counts[draft_ids].sum() / max(1, survey.counts.sum()))
     )
     facts["draft_vocab_coverage"] = coverage
-    if source is None and not checkpoints and (config.calibrate or config.init != "random"):
+    if (
+        source is None
+        and not checkpoints
+        and kind.reads == "aux"
+        and (config.calibrate or config.init != "random")
+    ):
         sample = data.Dataset(store, survey, columns=columns_of(captured, aux_ids)).sample_aux(4096)
         if config.calibrate:
             start.calibrate(objective.model, sample)

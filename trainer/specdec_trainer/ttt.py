@@ -17,35 +17,33 @@ so the last layer computes nothing else for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .attention import Layout, attend
 from .batch import Batch
-from .model import Eagle3Drafter
+from .drafter import Chains, Step
+
+if TYPE_CHECKING:
+    from .model import DraftConfig
 
 
-@dataclass(slots=True)
-class Step:
-    """One TTT step of the supervised rows that still have a token to predict."""
+class Chained(Protocol):
+    """A drafter that continues its own state: what ``unroll`` and ``propose`` ask of it."""
 
-    index: int
-    """0 for the first drafted token."""
-    rows: Tensor
-    """Index of each chain into the batch's supervised rows, ascending int64 ``[n]``."""
-    hidden: Tensor
-    """States before the draft head ``[n, H]``."""
+    config: DraftConfig
+    layers: nn.ModuleList
 
-    @property
-    def teacher_rows(self) -> Tensor:
-        """Supervised row whose teacher this step is compared with ``[n]``."""
-        return self.rows + self.index
+    def combine(self, states: Tensor) -> Tensor: ...
+    def embed(self, token_ids: Tensor) -> Tensor: ...
+    def feed(self, state: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]: ...
+    def finish(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def best(self, hidden: Tensor) -> Tensor: ...
 
 
-def unroll(model: Eagle3Drafter, batch: Batch, steps: int) -> Iterator[Step]:
+def unroll(model: Chained, batch: Batch, steps: int) -> Chains:
     """Run the drafter ``steps`` times, feeding its own state back.
 
     Send a bool mask ``[n]`` into the generator to drop chains before the next step.
@@ -92,8 +90,8 @@ def unroll(model: Eagle3Drafter, batch: Batch, steps: int) -> Iterator[Step]:
             return
         source = batch.rows[rows]
         positions = batch.positions[source] + index
-        embeds = model.embed(batch.tokens[source + index])
-        hidden, residual = state, None
+        hidden, embeds = model.feed(state, batch.tokens[source + index])
+        residual = None
         for i, layer in enumerate(model.layers):
             x, residual = layer.enter(embeds, hidden, residual)
             k, v = layer.key_value(x, positions)
@@ -109,9 +107,7 @@ def unroll(model: Eagle3Drafter, batch: Batch, steps: int) -> Iterator[Step]:
 
 
 @torch.no_grad()
-def propose(
-    model: Eagle3Drafter, aux: Tensor, tokens: Tensor, *, steps: int, first_position: int = 0
-) -> Tensor:
+def propose(model: Chained, aux: Tensor, tokens: Tensor, *, steps: int, first_position: int = 0) -> Tensor:
     """Draft greedily after one prefix, as a server does: own tokens, own states.
 
     Args:
@@ -148,10 +144,10 @@ def propose(
     own: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in model.layers]
     for index in range(1, steps + 1):
         normed, hidden = model.finish(hidden, residual)
-        out.append(model.target_ids((normed @ model.lm_head.weight.to(normed.dtype).T).argmax(-1)))
+        out.append(model.best(normed))
         if index == steps:
             break
-        embeds, residual = model.embed(out[-1]), None
+        (hidden, embeds), residual = model.feed(hidden, out[-1]), None
         here = positions[-1:] + index
         for i, layer in enumerate(model.layers):
             x, residual = layer.enter(embeds, hidden, residual)

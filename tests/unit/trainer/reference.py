@@ -140,9 +140,7 @@ class Reference:
         for layer in range(c.num_layers):
             name = f"layers.{layer}."
             if layer == 0:
-                normed = rms(hidden, w[name + "hidden_norm.weight"], eps)
-                residual = normed if c.norm_before_residual else hidden
-                x = torch.cat([rms(self.embed[token], w[name + "input_layernorm.weight"], eps), normed])
+                x, residual = self.enter(hidden, self.embed[token])
             else:
                 residual = residual + hidden
                 x = rms(residual, w[name + "input_layernorm.weight"], eps)
@@ -165,9 +163,23 @@ class Reference:
             hidden = w[name + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
             if c.mlp_bias:
                 hidden = hidden + w[name + "mlp.down_proj.bias"]
-        stream = residual + hidden
-        normed = rms(stream, w["norm.weight"], eps)
-        return normed, normed if c.norm_output else stream
+        return self.finish(residual + hidden)
+
+    def enter(self, state: Tensor, embed: Tensor) -> tuple[Tensor, Tensor]:
+        """``(input of the first attention, residual)``."""
+        eps = self.c.rms_norm_eps
+        normed = rms(state, self.w["layers.0.hidden_norm.weight"], eps)
+        x = torch.cat([rms(embed, self.w["layers.0.input_layernorm.weight"], eps), normed])
+        return x, normed if self.c.norm_before_residual else state
+
+    def finish(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """``(state for the head, state fed back)``."""
+        normed = rms(stream, self.w["norm.weight"], self.c.rms_norm_eps)
+        return normed, normed if self.c.norm_output else stream
+
+    def follow(self, state: Tensor, token: int) -> tuple[Tensor, int]:
+        """``(state, token)`` that the next draft step reads."""
+        return state, token
 
     def chain(self, aux: Tensor, tokens, first_position: int, row: int, steps: int) -> list[Tensor]:
         """States before the head for drafting after ``row`` of one document, tokens forced.
@@ -186,14 +198,60 @@ class Reference:
         for k in range(1, steps):
             if row + k >= len(tokens):
                 break
-            normed, state = self.forward(state, int(tokens[row + k]), first_position + row + k, cache)
+            state, token = self.follow(state, int(tokens[row + k]))
+            normed, state = self.forward(state, token, first_position + row + k, cache)
             out.append(normed)
         return out
 
 
+class Eagle1Reference(Reference):
+    """EAGLE-1: embedding and state are fused into the residual stream, which no norm opens or closes."""
+
+    def combine(self, aux: Tensor) -> Tensor:
+        return aux[0]
+
+    def enter(self, state: Tensor, embed: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.w["layers.0.fc.weight"] @ torch.cat([embed, state])
+        return x, x
+
+    def finish(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        return stream, stream
+
+
+class ParallelReference(Reference):
+    """P-EAGLE: later steps read one learnt state and one fixed token."""
+
+    def follow(self, state: Tensor, token: int) -> tuple[Tensor, int]:
+        mask = self.w["mask_hidden"].reshape(len(self.c.aux_layer_ids), -1)
+        return self.combine(mask), self.c.mask_token_id
+
+
+class MedusaReference:
+    """Medusa: every head reads the same final state."""
+
+    def __init__(self, weights: dict[str, Tensor], config, embed: Tensor) -> None:
+        self.w, self.c = weights, config
+
+    def chain(self, aux: Tensor, tokens, first_position: int, row: int, steps: int) -> list[Tensor]:
+        out = []
+        for head in range(min(steps, self.c.draft_steps, len(tokens) - row)):
+            x = aux[row, 0]
+            for layer in range(self.c.num_layers):
+                y = self.w[f"blocks.{head}.layers.{layer}.weight"] @ x
+                x = x + y * torch.sigmoid(y)
+            out.append(x)
+        return out
+
+
+def smooth_l1(x: Tensor, y: Tensor) -> Tensor:
+    d = (x - y).abs()
+    return torch.where(d < 1, d * d / 2, d - 0.5).mean()
+
+
 def reference_loss(
-    reference: Reference, documents, target_head: Tensor, draft_ids, *, steps: int, decay: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    reference: Reference, documents, target_head: Tensor, draft_ids, *, steps: int, decay: float,
+    feature_weight: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss of a batch by definition.
 
     For every supervised row and step whose predicted token is supervised too and whose target argmax is in
@@ -229,6 +287,10 @@ def reference_loss(
                 if best not in ids:
                     continue
                 loss = -(q * torch.log_softmax(logits, 0)).sum()
+                if feature_weight:
+                    loss = loss + feature_weight * smooth_l1(
+                        state, doc.final[teacher_of[row + k]].to(head.dtype)
+                    )
                 total = total + decay**k * float(doc.weight[row]) * loss
                 correct[k] += float(ids[int(logits.argmax())] == best)
     return total, correct, count

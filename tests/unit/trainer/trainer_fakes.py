@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from specdec_trainer.algorithms import ALGORITHMS
 from specdec_trainer.batch import Document
+from specdec_trainer.drafter import Drafter
 from specdec_trainer.loss import TeacherHead
-from specdec_trainer.model import DraftConfig, Eagle3Drafter, init_weights
+from specdec_trainer.model import DraftConfig, init_weights
 
 VOCAB, HIDDEN, LAYERS = 23, 8, (1, 2, 3)
 
@@ -27,7 +29,7 @@ def make_config(**changes) -> DraftConfig:
 
 @dataclass
 class Parts:
-    model: Eagle3Drafter
+    model: Drafter
     teacher: TeacherHead
     embed: torch.Tensor
     target_head: torch.Tensor
@@ -38,7 +40,7 @@ def make_parts(seed: int = 0, *, dtype: torch.dtype = torch.float64, **changes) 
     """A drafter with random weights, its teacher head and the target's tables."""
     config = make_config(**changes)
     g = torch.Generator().manual_seed(seed)
-    model = Eagle3Drafter(config, compute_dtype=dtype).to(dtype)
+    model = ALGORITHMS[config.algorithm](config, compute_dtype=dtype).to(dtype)
     init_weights(model, g, std=0.4)
     with torch.no_grad():
         for name, p in model.named_parameters():
