@@ -23,7 +23,7 @@ from .mla import KIMI_K2, LatentShape
 from .model import LAYERS, DraftConfig
 from .objective import Eagle3Objective
 from .rope import rope_parameters
-from .vocab import choose_draft_ids, draft_size, loss_size, mappings
+from .vocab import automatic_size, choose_draft_ids, mappings
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,9 @@ def draft_vocabulary(config: TrainConfig, target: Target, counts: np.ndarray) ->
         return None
     size = config.draft_vocab_size
     if size is None:
-        size = draft_size(vocab, largest=config.max_draft_vocab_size, full_limit=config.full_vocab_limit)
+        size = automatic_size(
+            counts, smallest=config.min_draft_vocab_size, largest=config.max_draft_vocab_size
+        )
     ids = choose_draft_ids(counts, size, always=end_tokens(target))
     return None if size == vocab else ids
 
@@ -186,8 +188,8 @@ def loss_rows(
 ) -> Tensor | None:
     """Draft ids that the training loss is taken over, ascending; None for all of them."""
     mine = counts if draft_ids is None else counts[draft_ids]
-    size = config.loss_vocab_size or loss_size(counts)
-    if config.train_lm_head or size >= len(mine):
+    size = config.loss_vocab_size
+    if size is None or config.train_lm_head or size >= len(mine):
         return None
     always = end_tokens(target)
     if draft_ids is not None:

@@ -42,13 +42,12 @@ class TrainConfig:
     draft_vocab_size: int | None = None
     """Tokens the drafter can propose; None chooses from traffic, at most max_draft_vocab_size."""
     max_draft_vocab_size: int = 32000
-    """Size of the automatic draft vocabulary of targets with more than full_vocab_limit tokens."""
-    full_vocab_limit: int = 65536
-    """Targets with at most so many tokens get drafters that can propose all of them: new traffic brings words
-    that a capture has not seen, and an unknown word is never accepted."""
+    """Upper bound of the automatic draft vocabulary."""
+    min_draft_vocab_size: int = 8192
+    """Lower bound of the automatic draft vocabulary; smaller target vocabularies are drafted whole."""
     loss_vocab_size: int | None = None
-    """Rows of a frozen head over which the loss is taken, the most used ones; None takes twice as many as
-    the traffic has different tokens, at least 8,192. The target's other rows follow by themselves."""
+    """Rows of a frozen head over which the loss is taken, the most used ones; None takes all. Rows left out
+    cost nothing in training, but nothing teaches the drafter to avoid them."""
     aux_layer_ids: str | None = None
     """Which of the captured layers are the drafter's input, such as 2,15,27; None takes all of them."""
     norm_before_residual: bool = True
@@ -76,11 +75,11 @@ class TrainConfig:
     """Start the norm before the fusion so that every channel of the captured states has the same size."""
 
     # -- objective
-    ttt_steps: int = 4
+    ttt_steps: int = 3
     """Draft steps unrolled in training (training-time test)."""
     ttt_decay: float = 0.8
     """Loss weight of step k is this to the power k."""
-    broken_keep: float = 1.0
+    broken_keep: float = 0.25
     """Share of chains unrolled further after a wrong draft token, 0 to 1; a server never goes on there."""
     teacher_temperature: float = 1.0
     """Temperature of the target's distribution; below 1 sharpens it towards the greedy token."""

@@ -36,16 +36,21 @@ def choose_draft_ids(counts: np.ndarray, size: int, always: list[int] | None = N
     return np.sort(order[:size]).astype(np.int64)
 
 
-def draft_size(vocab: int, *, largest: int, full_limit: int) -> int:
-    """Draft vocabulary for a target of ``vocab`` tokens: all of them up to ``full_limit``, else
-    ``largest``."""
-    return vocab if vocab <= full_limit else min(vocab, largest)
+def automatic_size(counts: np.ndarray, *, smallest: int, largest: int) -> int:
+    """A draft vocabulary for this traffic: a power of two with some room beside the tokens that were seen.
 
+    A larger one is worse, not better: rows that training never sees as an answer are guessed too often.
 
-def loss_size(counts: np.ndarray, *, smallest: int = 8192) -> int:
-    """Rows that the training loss is taken over: room for twice the tokens that were seen, a power of two."""
+    Args:
+        counts: How often each target token was generated, ``[target vocab]``.
+        smallest: Lower bound; target vocabularies up to this size are drafted whole.
+        largest: Upper bound.
+    """
+    if len(counts) <= smallest:
+        return len(counts)
     seen = int((counts > 0).sum())
-    return max(smallest, 1 << max(0, 2 * seen - 1).bit_length())
+    size = 1 << max(0, seen + seen // 4 - 1).bit_length()
+    return min(len(counts), max(smallest, min(largest, size)))
 
 
 def mappings(draft_ids: np.ndarray, vocab: int) -> tuple[np.ndarray, np.ndarray]:

@@ -25,7 +25,7 @@ from specdec_tap.errors import ConfigError, InputError
 SMALL = {
     "epochs": 4, "batch_tokens": 90, "ttt_steps": 3, "eval_draft_tokens": 3, "held_out": 0.15,
     "dtype": "float32",
-    "log_steps": 1, "lr": 5e-3, "warmup": 0.0,
+    "log_steps": 1, "broken_keep": 1.0, "lr": 5e-3, "warmup": 0.0,
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from specdec_trainer.vocab import choose_draft_ids, draft_size, loss_size, mappings
+from specdec_trainer.vocab import automatic_size, choose_draft_ids, mappings
 
 from specdec_tap.errors import ConfigError
 
@@ -39,14 +39,14 @@ def test_impossible_sizes_name_the_limit(size: int) -> None:
         choose_draft_ids(np.zeros(6, np.int64), size)
 
 
-def test_small_vocabularies_are_drafted_whole_and_large_ones_in_part() -> None:
-    assert draft_size(49152, largest=32000, full_limit=65536) == 49152
-    assert draft_size(151936, largest=32000, full_limit=65536) == 32000
-    assert draft_size(151936, largest=200000, full_limit=65536) == 151936
-
-
-def test_loss_leaves_room_for_twice_the_tokens_seen() -> None:
-    counts = np.zeros(100000, np.int64)
-    for seen, size in ((10, 8192), (4096, 8192), (5434, 16384), (20000, 65536)):
+def test_automatic_size_follows_traffic_between_its_bounds() -> None:
+    def size(seen: int, vocab: int) -> int:
+        counts = np.zeros(vocab, np.int64)
         counts[:seen] = 1
-        assert loss_size(counts) == size
+        return automatic_size(counts, smallest=8192, largest=32000)
+
+    assert size(10, 300) == 300
+    assert size(100, 150000) == 8192
+    assert size(5434, 49152) == 8192
+    assert size(9000, 150000) == 16384
+    assert size(90000, 150000) == 32000
