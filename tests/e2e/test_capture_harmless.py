@@ -1,0 +1,318 @@
+"""Whatever goes wrong in the tap, the answers stay the same, the server stays up, everything is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import tiny
+
+from specdec_tap import open_shards
+from specdec_tap.capture.status import StatusReader
+from specdec_tap.serving import VllmServer
+
+pytestmark = pytest.mark.e2e
+
+FAULTS = Path(__file__).parent.parent / "helpers" / "faults"
+ARGUMENTS = [
+    "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4",
+    "--max-num-batched-tokens", "128", "--served-model-name", "tiny",
+]  # fmt: skip
+PROMPT = "Say something about the weather in the mountains."
+
+
+class Served:
+    """One tapped server and what its folder says of it."""
+
+    def __init__(self, server: VllmServer, shards: Path) -> None:
+        from openai import OpenAI
+
+        self.server, self.shards = server, shards
+        self.client = OpenAI(base_url=server.url, api_key="-", max_retries=0, timeout=120)
+
+    def ask(
+        self, prompt: str | list[int] = PROMPT, *, headers: dict[str, str] | None = None, **body: Any
+    ) -> Any:
+        extra = body.pop("extra_body", {})
+        body = {"max_tokens": 16, "temperature": 0.0} | body
+        return self.client.completions.create(
+            model="tiny", prompt=prompt, extra_body=extra, extra_headers=headers, **body
+        )
+
+    def ask_for(self, fault: str, times: int = 1, **body: Any) -> Any:
+        return self.ask(extra_body={"vllm_xargs": {"fault": fault, "times": times}}, **body)
+
+    def status(self) -> dict[str, Any]:
+        """The newest stream's status: the counters go on from writer to writer."""
+        newest = max(self.shards.glob("*/.status.json"), key=lambda path: path.stat().st_mtime_ns)
+        return json.loads(newest.read_text())
+
+    def counts(self) -> dict[str, int]:
+        status = self.status()
+        out: dict[str, int] = {}
+        for side in ("worker", "writer"):
+            for name, value in status[side].items():
+                out[name] = out.get(name, 0) + value
+        return out
+
+    def settled(self) -> dict[str, int]:
+        """Counters once every request has ended somewhere; fails when they never add up."""
+        deadline = time.monotonic() + 30
+        while True:
+            counts = self.counts()
+            ended = sum(n for name, n in counts.items() if name.startswith(("dropped_", "skipped_")))
+            all_ended = counts["requests_started"] == ended + counts["requests_sealed"]
+            if all_ended and self.status()["live_requests"] == 0:
+                return counts
+            assert time.monotonic() < deadline, counts
+            time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.make_llama(tmp_path_factory.mktemp("model") / "llama", dtype="float32")
+
+
+@contextlib.contextmanager
+def serve(model: Path, folder: Path, **env: str) -> Iterator[Served]:
+    shards = Path(env.setdefault("SPECDEC_TAP_DIR", str(folder / "shards")))
+    env = {"SPECDEC_TAP_MIN_FREE_BYTES": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(FAULTS), **env}
+    server = VllmServer(str(model), log_path=folder / "log.txt", arguments=ARGUMENTS, env=env)
+    with server:
+        yield Served(server, shards)
+
+
+@pytest.fixture(scope="module")
+def served(model, tmp_path_factory) -> Iterator[Served]:
+    """A server with a ring of 2 MB, half of which a prompt of 900 tokens takes; tests leave it well."""
+    with serve(model, tmp_path_factory.mktemp("served"), SPECDEC_TAP_RING_BYTES="2MB") as one:
+        yield one
+
+
+@pytest.fixture
+def answer(served) -> Iterator[str]:
+    """What the server says when nothing is wrong; it must say the same after the test, and be well."""
+    before = served.ask().choices[0].text
+    yield before
+    assert served.ask().choices[0].text == before
+    assert served.server.is_healthy()
+    served.settled()
+
+
+def wait(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "_why_not",
+        "_introduce",
+        "_handles_of",
+        "_give_up",
+        "_watch_silence",
+        "stage",
+        "post",
+        "pump",
+        "allocate",
+        "step",
+    ],
+)
+def test_an_exception_inside_a_hook_changes_no_answer(served, answer, fault):
+    errors = served.settled()["hook_errors"]
+    assert served.ask_for(fault).choices[0].text == answer
+    assert served.ask().choices[0].text == answer
+    if fault not in ("_give_up", "_watch_silence"):  # only called when something is wrong already
+        wait(lambda: served.settled()["hook_errors"] > errors)
+
+
+def test_nan_rows_are_dropped_and_counted(served, answer):
+    before = served.settled()["dropped_non_finite"]
+    assert served.ask_for("nan").choices[0].text == answer
+    assert served.settled()["dropped_non_finite"] == before + 1
+
+
+def test_a_killed_writer_is_replaced(served, answer):
+    before = served.settled()
+    os.kill(served.status()["pid"], signal.SIGKILL)
+    texts = [served.ask().choices[0].text for _ in range(5)]
+    assert texts == [answer] * 5
+    wait(lambda: served.counts()["writer_restarts"] == before["writer_restarts"] + 1)
+    sealed = served.settled()["requests_sealed"]
+    served.ask()
+    wait(lambda: served.counts()["requests_sealed"] > sealed)
+
+
+def test_a_stopped_writer_is_not_waited_for(served, answer):
+    dropped = served.settled()["dropped_ring_full"]
+    pid = served.status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        for i in range(8):
+            served.ask([5 + i, *[7] * 900], max_tokens=1)
+        assert served.ask().choices[0].text == answer
+        assert time.monotonic() - begin < 30
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait(lambda: served.settled()["dropped_ring_full"] > dropped)
+
+
+def test_a_removed_folder_does_not_end_serving_nor_capture(served, answer):
+    shutil.rmtree(served.shards)
+    assert served.ask().choices[0].text == answer
+    wait(lambda: list(served.shards.glob("*/.status.json")))
+    served.ask()
+    sealed = served.settled()["requests_sealed"]
+    served.ask()
+    wait(lambda: served.counts()["requests_sealed"] > sealed)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../evil", "a/b/c", "x" * 4096, "caf%C3%A9", "same", "same", "", " "], ids=repr
+)
+def test_a_client_chooses_its_request_id(served, answer, name, tmp_path):
+    served.ask(headers={"X-Request-Id": name})
+    assert not list(served.shards.parent.rglob("evil*"))
+
+
+def test_a_client_opts_out(served, answer):
+    before = served.settled()
+    served.ask(extra_body={"vllm_xargs": {"specdec_tap": 0}})
+    served.ask(extra_body={"vllm_xargs": {"specdec_tap": 1}})
+    after = served.settled()
+    assert after["skipped_consent"] == before["skipped_consent"] + 1
+    assert after["requests_sealed"] == before["requests_sealed"] + 1
+
+
+def test_every_kind_of_request_is_captured_as_it_was_answered(served, answer):
+    """Streams, chat, echo, token ids, several choices, log probabilities, stop strings, structured output."""
+    before = served.settled()
+    chat = served.client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=5, temperature=0,
+        logprobs=True, top_logprobs=2,
+    )  # fmt: skip
+    assert chat.usage.completion_tokens <= 5
+    stream = served.ask(stream=True, stream_options={"include_usage": True})
+    assert "".join(part.choices[0].text for part in stream if part.choices) == answer
+    assert len(served.ask(n=3, temperature=1.0).choices) == 3
+    assert served.ask(echo=True).choices[0].text == PROMPT + answer
+    served.ask([5, 6, 7, 8], max_tokens=1)
+    served.ask(logprobs=2, extra_body={"prompt_logprobs": 1})
+    served.ask(stop=[answer[3:5]])
+    served.ask(max_tokens=1)
+    served.ask(extra_body={"ignore_eos": True, "min_tokens": 16})
+    picked = served.ask(extra_body={"structured_outputs": {"choice": ["yes", "no"]}})
+    assert picked.choices[0].text in ("yes", "no")
+    after = served.settled()
+    assert after["requests_sealed"] == before["requests_sealed"] + 12
+    assert after["dropped_misaligned"] == 0
+    assert after["hook_errors"] == before["hook_errors"]
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(served, answer):
+    """Queued requests were never announced; the others end as aborted or are skipped."""
+    import httpx
+
+    def leave_after(seconds: float, prompt_tokens: int) -> None:
+        body = {
+            "model": "tiny", "prompt": [9] * prompt_tokens, "max_tokens": 100, "stream": True,
+            "ignore_eos": True,
+        }  # fmt: skip
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            httpx.Client(timeout=seconds, trust_env=False) as client,
+            client.stream("POST", served.server.url + "/completions", json=body) as response,
+        ):
+            deadline = time.monotonic() + seconds
+            for _ in response.iter_lines():
+                if time.monotonic() > deadline:
+                    break
+
+    threads = [threading.Thread(target=leave_after, args=(0.05 + 0.03 * i, 100 + 30 * i)) for i in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counts = served.settled()
+    assert counts["dropped_misaligned"] == counts["dropped_internal"] == 0
+
+
+def test_a_tap_that_keeps_failing_goes_off_and_the_server_serves_on(served):
+    """The last test of this server: its tap stays off."""
+    before = served.ask().choices[0].text
+    served.settled()
+    served.ask_for("stage", times=1000)
+    for _ in range(25):
+        assert served.ask().choices[0].text == before
+    wait(lambda: served.status()["active"] is False)
+    assert served.server.is_healthy()
+    log = served.server.log_path.read_text()
+    assert log.count("capture failed in") == 1
+    assert log.count("capture is off for this process: capture failed 20 times; serving continues") == 1
+    served.settled()
+
+
+def test_killing_the_worker_seals_what_the_writer_had(model, tmp_path):
+    with serve(model, tmp_path) as one:
+        one.ask()
+        before = one.settled()
+        stream = one.client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        )
+        for _ in range(5):
+            next(iter(stream))
+        group = one.server.pid
+        engines = [pid for pid in processes(group) if "EngineCore" in name_of(pid)]
+        assert engines
+        for pid in engines:
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(Exception):
+            for _ in stream:
+                pass
+        wait(lambda: not list(one.shards.glob("*/*.open")))
+        reasons = [record.meta.finish_reason for record in open_shards(one.shards)]
+        assert sorted(reasons) == ["interrupted", "length"]
+        assert one.counts()["requests_sealed"] == before["requests_sealed"] + 1
+        assert one.status()["closed"] is True
+
+
+def test_a_stopped_server_seals_everything_it_answered(model, tmp_path):
+    with serve(model, tmp_path, SPECDEC_TAP_SAMPLE_RATE="0.5") as one:
+        for i in range(30):
+            one.ask(f"{i} {PROMPT}")
+    wait(lambda: not list(one.shards.glob("*/*.open")))
+    counts = one.settled()
+    assert counts["requests_started"] == 30
+    assert 3 <= counts["skipped_sample_rate"] <= 27
+    assert len(open_shards(one.shards)) == counts["requests_sealed"] == 30 - counts["skipped_sample_rate"]
+    (status,) = StatusReader(one.shards).read()
+    assert status.state == "closed"
+
+
+def processes(group: int) -> list[int]:
+    """Processes of a group."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(path.name)) == group:
+                found.append(int(path.name))
+    return found
+
+
+def name_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+    return ""

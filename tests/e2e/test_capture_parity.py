@@ -1,0 +1,353 @@
+"""What is captured equals a float32 Hugging Face forward, on both runners, whatever the engine does.
+
+The engines of one runner run one after another in one process (``helpers/engine_jobs.py``); every test then
+looks at what one of them left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import tiny
+
+from specdec_tap import open_shards
+from specdec_tap.shards.reader import ShardStore
+
+pytestmark = pytest.mark.e2e
+
+HELPERS = Path(__file__).parent.parent / "helpers"
+TOLERANCE = 1e-4
+NUM_LAYERS = 8
+ENV = {
+    "v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    "v2": {
+        "VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(HELPERS / "triton_cpu"), os.environ.get("PYTHONPATH", "")]),
+    },
+}  # fmt: skip
+LLM = {
+    "dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+}  # fmt: skip
+
+
+@dataclass
+class Ran:
+    """One job's results and shards."""
+
+    result: dict[str, Any]
+    shards: Path
+
+    @property
+    def outputs(self) -> list[dict[str, Any]]:
+        return self.result["outputs"]
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Of the one rank that captures."""
+        (status,) = filter(None, self.result["statuses"])
+        return status
+
+    @property
+    def store(self) -> ShardStore:
+        return open_shards(self.shards)
+
+    def counter(self, name: str) -> float:
+        return self.result["counters"][name]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """A float32 target with norm weights far from 1, drafters (the tap's layers; others), and a near twin."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    root = tmp_path_factory.mktemp("models")
+    target = tiny.make_llama(root / "target", dtype="float32", num_layers=NUM_LAYERS)
+    weights = load_file(target / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    for name, weight in weights.items():
+        if "norm" in name:
+            weight.uniform_(0.3, 2.0, generator=generator)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    same = tiny.make_eagle3_drafter(root / "same", target)
+    other = tiny.make_eagle3_drafter(root / "other", target)
+    config = json.loads((other / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 3, 6]
+    (other / "config.json").write_text(json.dumps(config))
+    twin = tiny.make_llama(root / "twin", dtype="float32", num_layers=NUM_LAYERS)
+    for name, weight in weights.items():  # nearly the target, so that it guesses right now and then
+        if "norm" not in name:
+            weight += 0.01 * torch.randn(weight.shape, generator=generator)
+    save_file(weights, twin / "model.safetensors", metadata={"format": "pt"})
+    return {"target": target, "same": same, "other": other, "twin": twin}
+
+
+def make_prompts(sizes: list[int], seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(5, 250, size).tolist() for size in sizes]
+
+
+def make_jobs(models: dict[str, Path], root: Path, runner: str) -> list[dict[str, Any]]:
+    boundaries = make_prompts([127, 128, 129, 255, 256, 257, 1, 2])
+    # Each of the prompts (5 to 900 tokens) carries a marker of its own; all are sent at once, and all again.
+    texts = make_prompts(list(range(2, 900, 23)), 1)
+    marked = [[251 + i % 7, 300 - i, 251 + i // 7, *ids] for i, ids in enumerate(texts)]
+    repeated = make_prompts([600], 2)[0]
+    loop = [ids * 12 for ids in make_prompts([7, 9], 3)]
+    phases = {
+        "boundaries": [
+            {"prompts": boundaries, "params": {"max_tokens": 1}},
+            {"prompts": boundaries, "params": {"max_tokens": 20}, "reset_prefix_cache": True},
+        ],
+        "marked": [{"prompts": marked, "params": {"max_tokens": 2}}] * 2,
+        "hits": [
+            {"prompts": [repeated], "params": {"max_tokens": 3}},
+            {"prompts": [repeated], "params": {"max_tokens": 4}},
+            {"prompts": [repeated + make_prompts([40], 4)[0], repeated[:513]], "params": {"max_tokens": 5}},
+        ],
+        "options": [
+            {
+                "prompts": boundaries[:5],
+                "params": [
+                    {"logprobs": 3, "prompt_logprobs": 2, "max_tokens": 8},
+                    {"stop_token_ids": list(range(5, 160)), "max_tokens": 40},
+                    {"stop_token_ids": list(range(5, 160)), "max_tokens": 40, "min_tokens": 6},
+                    {"ignore_eos": True, "max_tokens": 15},
+                    {"max_tokens": 3, "prompt_logprobs": 0},
+                ],
+            },
+        ],
+        # Without a seed: vLLM 0.32 on a CPU dies of a seeded request whose prompt takes several steps.
+        "sampled": [{"prompts": boundaries[:4], "params": {"n": 3, "temperature": 1.0, "max_tokens": 12}}],
+        "long": [{"prompts": [boundaries[6]], "params": {"max_tokens": 300, "ignore_eos": True}}],
+        "drafts": [{"prompts": [*loop, *boundaries[:3]], "params": {"max_tokens": 24, "ignore_eos": True}}],
+        "crowd": [
+            {"prompts": make_prompts([40] * 8, 6), "params": {"max_tokens": 60, "ignore_eos": True}},
+        ],
+    }  # fmt: skip
+
+    def job(name: str, *phase_names: str, tap: bool = True, **llm: Any) -> dict[str, Any]:
+        return {
+            "name": name,
+            "model": str(models["target"]),
+            "llm": LLM | llm,
+            "tap": {"dir": str(root / name), "min_free_bytes": 0} if tap else None,
+            "phases": [phase for name in phase_names for phase in phases[name]],
+        }
+
+    def drafter(method: str, **more: Any) -> dict[str, Any]:
+        return {"speculative_config": {"method": method, "num_speculative_tokens": 3, **more}}
+
+    eagle = drafter("eagle3", model=str(models["other"]))
+    small = {"num_gpu_blocks_override": 20, "block_size": 32, "max_model_len": 128}
+    twin = drafter("draft_model", model=str(models["twin"]))
+    everything = ("boundaries", "marked", "hits", "options", "long")
+    if runner == "v2":  # its kernels run in Python here: less of the same
+        return [
+            job("plain", "boundaries", "hits", "options"),
+            job("off", "boundaries", "hits", "options", tap=False),
+            job("async", "options", "sampled", async_scheduling=True),
+            job("eagle-other", "drafts", **eagle),
+            job("eagle-other-off", "drafts", tap=False, **eagle),
+            job("twin", "drafts", **twin),
+            job("crowd", "crowd", **small),
+        ]
+    return [
+        job("plain", *everything),
+        job("off", *everything, tap=False),
+        job("async", "boundaries", "options", "sampled", async_scheduling=True),
+        job("eagle-same", "drafts", **drafter("eagle3", model=str(models["same"]))),
+        job("eagle-other", "drafts", **eagle),
+        job("eagle-other-off", "drafts", tap=False, **eagle),
+        job("twin", "drafts", **twin),
+        job("crowd", "crowd", async_scheduling=False, **small),
+        job("crowd-async", "crowd", async_scheduling=True, **small),
+        # Last: no other engine starts in a process where vLLM 0.32 compiled its n-gram search.
+        job("ngram", "drafts", **drafter("ngram", prompt_lookup_max=3, prompt_lookup_min=1)),
+    ]
+
+
+@pytest.fixture(scope="session", params=["v1", "v2"])
+def ran(request, models, tmp_path_factory) -> dict[str, Ran]:
+    """Run one runner's engines; a mapping of job name to what it left."""
+    root = tmp_path_factory.mktemp(f"capture-{request.param}")
+    (root / "jobs.json").write_text(json.dumps(make_jobs(models, root, request.param)))
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **ENV[request.param]}
+    command = [
+        sys.executable,
+        str(HELPERS / "engine_jobs.py"),
+        str(root / "jobs.json"),
+        str(root / "out.json"),
+    ]
+    with (root / "log.txt").open("w") as log:
+        done = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=840)
+    assert done.returncode == 0, (root / "log.txt").read_text()[-4000:]
+    results = json.loads((root / "out.json").read_text())
+    out = {name: Ran(result, root / name) for name, result in results.items()}
+    for name, one in out.items():
+        one.result["meant_runner"] = request.param
+        if one.result["statuses"]:
+            wait_until_closed(root / name)
+    return out
+
+
+def wait_until_closed(shards: Path) -> None:
+    """The writer outlives its engine until all is sealed."""
+    import time
+
+    deadline = time.monotonic() + 60
+    while list(shards.glob("*/*.open")):
+        assert time.monotonic() < deadline, "the writer did not seal"
+        time.sleep(0.05)
+
+
+class Oracle:
+    """Hugging Face in float32; ``states(ids)`` gives rows of every aux layer and the final state."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._known: dict[tuple[int, ...], dict[str, np.ndarray]] = {}
+
+    def states(self, token_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Return ``{"2": [T-1, H], ..., "final": ..., "pre_norm": ...}`` for the rows that are fed."""
+        key = tuple(token_ids.tolist())
+        if key not in self._known:
+            captured = {}
+            hook = self._model.model.norm.register_forward_pre_hook(
+                lambda module, args: captured.update(pre_norm=args[0])
+            )
+            with self._torch.inference_mode():
+                ids = self._torch.tensor(key[:-1], dtype=self._torch.int64)[None]
+                out = self._model.model(ids, output_hidden_states=True)
+            hook.remove()
+            states = {str(i): h[0].numpy() for i, h in enumerate(out.hidden_states[:-1])}
+            states["final"] = out.last_hidden_state[0].numpy()
+            states["pre_norm"] = captured["pre_norm"][0].numpy()
+            self._known[key] = states
+        return self._known[key]
+
+
+@pytest.fixture(scope="session")
+def oracle(models) -> Oracle:
+    return Oracle(models["target"])
+
+
+def errors(record: Any, layers: tuple[int, ...], oracle: Oracle, fault: str | None = None) -> np.ndarray:
+    """Relative L2 error of every captured row, aux layers and final; ``fault`` spoils the comparison."""
+    ids = record.token_ids
+    if fault == "shifted token":
+        ids = np.concatenate([ids[1:], ids[:1]])
+    want = oracle.states(ids)
+    out = []
+    aux = record.aux_float()
+    for slot, layer in enumerate(layers):
+        out.append(relative(aux[:, slot], want[str(layer + (fault == "layer off by one"))]))
+    for start, stop in record.final_span:
+        final = want["pre_norm" if fault == "missing norm" else "final"]
+        out.append(relative(record.final_float(start, stop), final[start:stop]))
+    return np.concatenate(out)
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
+
+
+def check(ran: Ran, oracle: Oracle) -> None:
+    """One record per answer, each complete, every row right, counters that say so."""
+    store = ran.store
+    assert store.header.engine["runner"] == ran.result["meant_runner"]
+    assert store.header.aux_layer_ids == (2, 4, 5)
+    assert not store.skipped
+    got = sorted(tuple(record.token_ids.tolist()) for record in store)
+    assert got == sorted(tuple(o["prompt"] + o["tokens"]) for o in ran.outputs)
+    for record in store:
+        prompt = record.spans[0].stop
+        assert record.gaps == []
+        # Prompts that another request computed as a prompt have no final states; responses always do.
+        covered = {p for start, stop in record.final_span for p in range(start, stop)}
+        assert covered >= set(range(prompt - 1, record.num_rows))
+        assert errors(record, store.header.aux_layer_ids, oracle).max() < TOLERANCE
+    status = ran.status
+    assert status["worker"]["requests_started"] == len(ran.outputs)
+    assert status["worker"]["hook_errors"] == 0
+
+
+@pytest.mark.parametrize("job", ["plain", "async", "crowd"])
+def test_every_row_equals_an_unbroken_float32_forward(ran, oracle, job):
+    check(ran[job], oracle)
+
+
+@pytest.mark.parametrize("fault", ["layer off by one", "shifted token", "missing norm"])
+def test_a_planted_fault_fails_the_same_check(ran, oracle, fault):
+    store = ran["plain"].store
+    for record in store:
+        if record.num_rows > 1:
+            assert errors(record, store.header.aux_layer_ids, oracle, fault).max() > 100 * TOLERANCE
+
+
+def test_greedy_answers_are_the_same_with_and_without_the_tap(ran):
+    on, off = ran["plain"], ran["off"]
+    assert on.outputs == off.outputs
+    assert len(on.outputs) > 15
+
+
+def test_every_finish_reason_is_the_engines(ran):
+    for job in ("plain", "async"):
+        records = {r.meta.request_id.split("-")[0]: r.meta for r in ran[job].store}
+        want = sorted((len(o["prompt"] + o["tokens"]), o["finish_reason"]) for o in ran[job].outputs)
+        assert sorted((m.num_tokens, m.finish_reason) for m in (r.meta for r in ran[job].store)) == want
+        assert records
+
+
+def test_prefix_hits_are_not_stored_twice(ran):
+    """Phases `hits` sends a prompt of 600 tokens four times; a CPU cache block has 128."""
+    records = [r for r in ran["plain"].store if r.num_tokens >= 513]
+    hits = [r for r in records if r.meta.pieces[0].block.block != records[0].meta.pieces[0].block.block]
+    assert records
+    status = ran["plain"].status["writer"]
+    assert status["rows_reused"] > 1000
+    assert status["gap_rows"] == 0
+    assert len(hits) < len(records)
+
+
+def test_asynchronous_scheduling_was_really_on(ran):
+    assert ran["async"].result["async"] is True
+    assert ran["plain"].result["async"] is False
+
+
+def test_preempted_requests_are_whole(ran, oracle):
+    for job in ("crowd", "crowd-async"):
+        if job in ran:
+            assert ran[job].counter("vllm:num_preemptions") > 0
+            check(ran[job], oracle)
+
+
+@pytest.mark.parametrize("job", ["ngram", "eagle-same", "eagle-other", "twin"])
+def test_a_drafter_may_be_at_work(ran, oracle, job):
+    if job not in ran:
+        pytest.skip("tried on the other runner")
+    check(ran[job], oracle)
+    if job in ("ngram", "twin"):
+        assert ran[job].counter("vllm:spec_decode_num_accepted_tokens") > 20
+    drafted = ran[job].counter("vllm:spec_decode_num_draft_tokens")
+    assert drafted > ran[job].counter("vllm:spec_decode_num_accepted_tokens")  # some were rejected
+
+
+def test_the_drafter_proposes_what_it_would_without_the_tap(ran):
+    on, off = ran["eagle-other"], ran["eagle-other-off"]
+    assert len(on.result["proposals"]) > 20
+    assert on.result["proposals"] == off.result["proposals"]
+    assert on.outputs == off.outputs

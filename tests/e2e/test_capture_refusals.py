@@ -1,0 +1,129 @@
+"""What cannot be captured is refused at the start, by name, before weights are loaded and the port opens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import tiny
+
+from specdec_tap.errors import InputError
+from specdec_tap.serving import VllmServer
+
+pytestmark = pytest.mark.e2e
+
+JOBS = Path(__file__).parent.parent / "helpers" / "engine_jobs.py"
+LLM = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4}
+
+
+def make_foreign(folder: Path, kind: str) -> Path:
+    """A model of a class without the EAGLE-3 interface."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "gpt2": {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 320, "n_positions": 512},
+        "opt": {
+            "num_hidden_layers": 2, "hidden_size": 64, "ffn_dim": 128, "num_attention_heads": 2,
+            "vocab_size": 320, "word_embed_proj_dim": 64, "max_position_embeddings": 512,
+        },
+    }  # fmt: skip
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes[kind])).save_pretrained(folder)
+    tiny.make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """Try every engine in one process; a mapping of name to what happened."""
+    root = tmp_path_factory.mktemp("refusals")
+    llama = tiny.make_llama(root / "llama", dtype="float32")
+    (root / "file").write_text("")
+    taken = root / "taken" / "target"
+    taken.mkdir(parents=True)
+    (taken / "config.json").write_text("{}")
+
+    def job(name: str, model: Path = llama, tap: dict | None = None, serve: bool = False, **llm: Any) -> dict:
+        settings = {"dir": str(root / "shards" / name), "min_free_bytes": 0} | (tap or {})
+        phases = [{"prompts": [[5, 6, 7]], "params": {"max_tokens": 2}}] if serve else []
+        return {"name": name, "model": str(model), "llm": LLM | llm, "tap": settings, "phases": phases}
+
+    gpt2 = make_foreign(root / "gpt2", "gpt2")
+    jobs = [
+        job("gpt2", gpt2),
+        job("opt", make_foreign(root / "opt", "opt")),
+        job("pooling", runner="pooling", convert="embed"),
+        job("layer 9 of 8", tap={"aux_layer_ids": [2, 9]}),
+        job("layer 0", tap={"aux_layer_ids": [0, 4]}),
+        job("unwritable", tap={"dir": str(root / "file" / "shards")}),
+        job("another target", tap={"dir": str(root / "taken")}),
+        job("unknown setting", tap={"samplerate": 1}),
+        job("fast prefill", kv_sharing_fast_prefill=True),
+        job("ring too small", tap={"ring_bytes": "64KiB"}),
+        job("not strict", gpt2, tap={"strict": False}, serve=True),
+    ]
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    command = [sys.executable, str(JOBS), str(root / "jobs.json"), str(root / "out.json")]
+    with (root / "log.txt").open("w") as log:
+        done = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=600)
+    assert done.returncode == 0, (root / "log.txt").read_text()[-4000:]
+    results = json.loads((root / "out.json").read_text())
+    results["log"] = (root / "log.txt").read_text()
+    results["root"] = root
+    return results
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("gpt2", ["GPT2LMHeadModel has no EAGLE-3 interface in vllm", "SPECDEC_TAP_DIR", "strict"]),
+        ("opt", ["OPTForCausalLM has no EAGLE-3 interface"]),
+        ("pooling", ["the model is served for pooling"]),
+        ("layer 9 of 8", ["aux_layer_ids [2, 9]: [9] outside 1 to 8"]),
+        ("layer 0", ["aux_layer_ids [0, 4]: [0] outside 1 to 8"]),
+        ("unwritable", ["dir is ", "file/shards' but no file can be written there (Not a directory)"]),
+        ("another target", ["which holds shards of another target", "choose another folder for this model"]),
+        ("unknown setting", ["SPECDEC_TAP_SAMPLERATE", "did you mean SPECDEC_TAP_SAMPLE_RATE?"]),
+        ("fast prefill", ["--kv-sharing-fast-prefill skips layers for prompt tokens"]),
+        ("ring too small", ["ring_bytes is 65,536 but one step of"]),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_by_name(refused, name, parts):
+    error = refused[name]["error"]
+    for part in parts:
+        assert part in error
+    assert not list((refused["root"] / "shards" / name).glob("*/*.open"))
+
+
+def test_unless_strict_the_server_serves_without_capture_and_says_so(refused):
+    assert len(refused["not strict"]["outputs"][0]["tokens"]) == 2
+    assert "capture is off for this server: GPT2LMHeadModel has no EAGLE-3" in refused["log"]
+    assert not list((refused["root"] / "shards" / "not strict").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("env", "part"),
+    [
+        ({"SPECDEC_TAP_SAMPLERATE": "1"}, "did you mean SPECDEC_TAP_SAMPLE_RATE?"),
+        ({"SPECDEC_TAP_AUX_LAYER_IDS": "2,99"}, "[99] outside 1 to 8"),
+    ],
+)
+def test_vllm_serve_ends_before_its_port_opens(tmp_path, env, part):
+    model = tiny.make_llama(tmp_path / "llama")
+    arguments = ["--enforce-eager", "--max-model-len", "256"]
+    env = {"SPECDEC_TAP_DIR": str(tmp_path / "shards"), "SPECDEC_TAP_MIN_FREE_BYTES": "0", **env}
+    server = VllmServer(str(model), log_path=tmp_path / "log.txt", arguments=arguments, env=env)
+    server.start()
+    opened = []
+    try:
+        with pytest.raises(InputError, match=r"ended with exit code [1-9]"):
+            server.wait_until_ready(lambda _: opened.append(server.is_healthy()))
+    finally:
+        server.stop()
+    assert not any(opened)
+    assert part in server.log_path.read_text()
