@@ -444,7 +444,7 @@ def _record_row(record: Record | _Unreadable) -> dict[str, Any]:
         "request_id": meta.request_id,
         "num_tokens": meta.num_tokens,
         "num_response_tokens": meta.response_tokens,
-        "gap_rows": record.num_rows - meta.covered_rows,
+        "gap_rows": record.num_rows - meta.covered_rows + record.removed_rows,
         "finish_reason": meta.finish_reason,
         "started_unix_s": meta.started_unix_s,
         "duration_s": meta.finished_unix_s - meta.started_unix_s,
@@ -460,6 +460,10 @@ def record_facts(record: Record) -> dict[str, Any]:
         final = [list(f) for f in record.final_span]
     except ShardError as err:  # a shard that the record needs is gone or damaged; the rest is still true
         problem = str(err)
+    if problem is None and record.removed_rows:
+        gone = sorted({p.block.shard for p in record.meta.pieces} - {p.block.shard for p in record.pieces})
+        names = ", ".join(f"{record.stream}/{shard:06d}" for shard in gone)
+        problem = f"{names} has been removed: {record.removed_rows:,} positions that it held are gaps now"
     return _record_row(record) | {
         "sampling": dict(record.meta.sampling),
         "spans": [{"start": s.start, "stop": s.stop, "kind": s.kind} for s in record.spans],

@@ -191,7 +191,7 @@ def test_gaps_and_windows(open_client, folder):
     assert client.get("/records/s1/1/0?start=64").status_code == 200
 
 
-def test_a_missing_shard_of_a_record_is_said_and_its_tokens_are_shown(open_client, tmp_path):
+def test_a_removed_shard_of_a_record_is_said_and_its_tokens_are_shown(open_client, tmp_path):
     root = tmp_path / "chat"
     root.mkdir()
     put_target(root)
@@ -202,10 +202,11 @@ def test_a_missing_shard_of_a_record_is_said_and_its_tokens_are_shown(open_clien
     (root / "s0" / "000001.safetensors").unlink()
     client = open_client(shards_dir=root, show_text=True)
     facts = client.get("/api/records/s0/2/0").json()
-    assert "s0/000001 is missing" in facts["problem"]
+    assert "s0/000001 has been removed: 64 positions" in facts["problem"]
+    assert (facts["gaps"], facts["gap_rows"]) == ([[0, 64]], 64)
     page = client.get("/records/s0/2/0")
     assert page.status_code == 200
-    assert "is missing or unreadable" in page.text
+    assert "has been removed" in page.text
 
 
 # ---- predictions
