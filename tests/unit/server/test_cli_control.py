@@ -141,12 +141,16 @@ def test_watch_in_a_log_prints_a_line_a_look(url, put_status):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             first = process.stdout.readline()
-            put_status("a", worker={"rows": 5000})
-            later = next(line for line in process.stdout if "rows/s" in line and " 0 rows/s" not in line)
+            for look in range(1, 400):
+                put_status("a", worker={"rows": 100 + 5000 * look})  # whenever it looks, there is more
+                later = process.stdout.readline()
+                if "rows/s" in later and " 0 rows/s" not in later:
+                    break
         finally:
             process.terminate()
     assert "capturing: 0 sealed" in first
     assert "rows/s" in later
+    assert " 0 rows/s" not in later
 
 
 def test_watch_on_a_terminal_draws_a_table_and_ends_with_ctrl_c(url, put_status):
