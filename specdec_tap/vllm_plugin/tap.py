@@ -181,9 +181,12 @@ class Tap:
             self._control({"action": "cache", "tokens": self.limits.cache_tokens()})
         finished = scheduler_output.finished_req_ids
         if finished:
-            handles = [h for r in finished if (h := self._handles.pop(r, 0))]
+            handles = [h for r in finished if (h := self._handles.get(r, 0))]
             for message in protocol.pack_handles(protocol.FINISH, handles):
                 channel.post(message)
+            # Only now: until the writer is told, a failure here must still drop them.
+            for req_id in finished:
+                self._handles.pop(req_id, None)
             self._watch_silence(len(handles))
         for new in scheduler_output.scheduled_new_reqs:
             # The V2 runner sends a resumed request as a new one, and warms up with made-up requests.
