@@ -149,12 +149,15 @@ class WriterChannel:
                 if self._ready is None:
                     self._try_to_start()
                 continue
-            self.pump()
-            if self._outbox:
-                time.sleep(PUMP_INTERVAL_S)
-            elif self._peer_is_gone():
-                self.lost = True
-                self._wake.set()
+            try:
+                self.pump()
+                if self._outbox:
+                    time.sleep(PUMP_INTERVAL_S)
+                elif self._peer_is_gone():
+                    self.lost = True
+                    self._wake.set()
+            except Exception:  # without this thread a queued message would wait for the next engine step
+                logger.exception("sending to the writer failed; it is tried again")
 
     def _peer_is_gone(self) -> bool:
         if not self._sending.acquire(blocking=False):
