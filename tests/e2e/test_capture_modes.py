@@ -18,7 +18,7 @@ from helpers import tiny
 from specdec_tap import open_shards
 from specdec_tap.serving import VllmServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
 JOBS = Path(__file__).parent.parent / "helpers" / "engine_jobs.py"
 LLM = {
