@@ -188,7 +188,7 @@ def test_a_removed_folder_does_not_end_serving_nor_capture(served, answer):
 
 
 @pytest.mark.parametrize(
-    "name", ["../../evil", "a/b/c", "x" * 4096, "caf%C3%A9", "same", "same", "", " "], ids=repr
+    "name", ["../../evil", "a/b/c", "x" * 4096, "caf%C3%A9", "same", "same", ""], ids=repr
 )
 def test_a_client_chooses_its_request_id(served, answer, name, tmp_path):
     served.ask(headers={"X-Request-Id": name})
@@ -272,6 +272,7 @@ def test_a_tap_that_keeps_failing_goes_off_and_the_server_serves_on(served):
     served.settled()
 
 
+@pytest.mark.matrix
 def test_killing_the_worker_seals_what_the_writer_had(model, tmp_path):
     with serve(model, tmp_path) as one:
         one.ask()
@@ -296,6 +297,7 @@ def test_killing_the_worker_seals_what_the_writer_had(model, tmp_path):
         assert one.status()["closed"] is True
 
 
+@pytest.mark.matrix
 def test_a_stopped_server_seals_everything_it_answered(model, tmp_path):
     with serve(model, tmp_path, SPECDEC_TAP_SAMPLE_RATE="0.5") as one:
         for i in range(30):
