@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from . import plan
 from .config import TapConfig
-from .errors import ConfigError
+from .errors import ConfigError, InputError
 from .serving import is_cpu_build, vllm_version
 from .vllm_plugin.support import version_problem, version_warning
 
@@ -47,6 +48,7 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     model: dict[str, Any] | None = None
     sizes: dict[str, Any] | None = None
+    training: dict[str, Any] | None = None
 
     def add(self, name: str, status: Status, detail: str) -> None:
         self.checks.append(Check(name, status, detail))
@@ -61,6 +63,7 @@ class Report:
             "checks": [{"name": c.name, "status": c.status, "detail": c.detail} for c in self.checks],
             "model": self.model,
             "sizes": self.sizes,
+            "training": self.training,
         }
 
 
@@ -126,9 +129,18 @@ def check_settings(report: Report, env: Mapping[str, str]) -> TapConfig | None:
 def probe_model(model: str, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Ask vLLM about a model in a process of its own; see ``vllm_plugin/probe.py`` for the keys.
 
+    Args:
+        model: Folder, hub name, a config.json, or a recipe.
+        trust_remote_code: Let the model's own configuration code run.
+
     Returns:
         The answer; ``{"error": ...}`` if there is none.
     """
+    if Path(model).is_file():
+        with tempfile.TemporaryDirectory(prefix="specdec-tap-doctor-") as folder:
+            config = dict(plan.read_config(Path(model)).config)
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            return probe_model(folder, trust_remote_code=trust_remote_code)
     env = os.environ | {"SPECDEC_TAP": "off", "VLLM_LOGGING_LEVEL": "ERROR"}
     if Path(model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
@@ -188,6 +200,51 @@ def check_model(report: Report, model: str, answer: dict[str, Any]) -> None:
         )
     else:
         report.add("aux layers", "ok", f"{ids} by default (2, N//2, N-3)")
+    report.add(
+        "algorithms",
+        "ok",
+        "eagle3, peagle, eagle1, medusa (eagle1 needs final_hidden: all)",
+    )
+
+
+def target_config(model: str) -> plan.ConfigOnly | None:
+    """The config of a model that is on this machine; None for a hub name that is not in the cache."""
+    path = Path(model)
+    if not path.exists():
+        try:
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(model, "config.json", local_files_only=True))
+        except Exception:  # whatever the hub library raises means: not in its cache
+            return None
+    return plan.read_config(path)
+
+
+def check_drafter_layer(report: Report, target: plan.ConfigOnly) -> None:
+    """Say which drafter layer fits, and why."""
+    layer, reason = plan.recommended_layer(target)
+    report.add("drafter", "ok", f"layer {layer}: {reason}")
+
+
+def add_training_plan(report: Report, target: plan.ConfigOnly, settings: Mapping[str, Any]) -> None:
+    """Compute the memory of a training run; a drafter that cannot be made is a failed check."""
+    layer, _ = plan.recommended_layer(target)
+    try:
+        numbers = plan.plan_training(target, plan.check_settings({"layer": layer, **settings}))
+    except (ConfigError, InputError) as err:
+        report.add("trainer", "fail", str(err))
+        return
+    report.training = numbers.to_json()
+    gb = {name: value / 1e9 for name, value in report.training.items() if isinstance(value, int)}
+    report.add(
+        "trainer",
+        "ok",
+        f"{numbers.algorithm}, layer {numbers.layer}: {numbers.trainable_parameters / 1e6:,.0f} M of "
+        f"{numbers.parameters / 1e6:,.0f} M parameters trained; {gb['total']:,.1f} GB a process (weights "
+        f"{gb['weights']:,.1f}, gradients {gb['gradients']:,.1f}, optimizer {gb['optimizer']:,.1f}, tables "
+        f"{gb['tables']:,.1f}, casts {gb['casts']:,.1f}, activations of {numbers.batch_tokens:,} rows x "
+        f"{numbers.ttt_steps} steps {gb['activations']:,.1f})",
+    )
 
 
 def estimate_sizes(
@@ -276,6 +333,7 @@ def diagnose(
     tokens_per_s: float = 1000.0,
     response_share: float = 0.6,
     trust_remote_code: bool = False,
+    training: Mapping[str, Any] | None = None,
 ) -> Report:
     """Run every check that applies and return the report.
 
@@ -286,6 +344,7 @@ def diagnose(
         tokens_per_s: For the size estimate, tokens per second.
         response_share: For the size estimate, 0 to 1.
         trust_remote_code: Let the model's own configuration code run, as ``vllm serve`` would.
+        training: Settings of training to plan memory for; None plans none.
     """
     report = Report()
     usable = check_versions(report)
@@ -293,6 +352,15 @@ def diagnose(
     if model is not None and usable:
         check_model(report, model, probe_model(model, trust_remote_code=trust_remote_code))
         estimate_sizes(report, tokens_per_s=tokens_per_s, response_share=response_share, config=config)
+    asked = report.model is not None or training is not None  # an unsupported vLLM ends the questions
+    target = target_config(model) if model is not None and asked else None
+    if target is not None and report.model is not None and not report.model["why_not"]:
+        check_drafter_layer(report, target)
+    if training is not None:
+        if target is None:
+            report.add("trainer", "fail", f"{model} is not on this machine; name its folder or config.json")
+        else:
+            add_training_plan(report, target, training)
     if folder is None and config is not None:
         folder = config.dir
     if folder is not None:

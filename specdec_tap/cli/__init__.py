@@ -30,6 +30,7 @@ COMMANDS = {
     "export": ("specdec_tap.cli.export", "write a trained drafter in the layout an engine loads"),
     "eval": ("specdec_tap.cli.eval", "measure real acceptance length from vLLM's own counters"),
     "doctor": ("specdec_tap.cli.doctor", "check that this machine, vLLM and model can be tapped"),
+    "recipe": ("specdec_tap.cli.recipe", "run or print the commands of a recipe (capture, train, serve)"),
     "config": ("specdec_tap.cli.config", "show every capture setting, its value and where it came from"),
 }
 
