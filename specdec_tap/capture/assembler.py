@@ -148,7 +148,7 @@ class Assembler:
         max_index_tokens: How many tokens of finished requests the prefix index remembers; 0 turns it off.
         granule: Tokens per link of the hash chain; the engine's cache blocks must be multiples of it.
 
-    Memory: one open block per live request, about 100 bytes per indexed granule, and
+    Memory: one open block per live request, a small entry per indexed granule, and
     ``MAX_SPARE_BYTES`` of buffers for reuse; nothing grows with the length of a request but its token ids.
     """
 
