@@ -352,9 +352,9 @@ def diagnose(
     if model is not None and usable:
         check_model(report, model, probe_model(model, trust_remote_code=trust_remote_code))
         estimate_sizes(report, tokens_per_s=tokens_per_s, response_share=response_share, config=config)
-    asked = report.model is not None or training is not None  # an unsupported vLLM ends the questions
-    target = target_config(model) if model is not None and asked else None
-    if target is not None and report.model is not None and not report.model["why_not"]:
+    can_be_tapped = report.model is not None and not report.model["why_not"]
+    target = target_config(model) if model is not None and (can_be_tapped or training is not None) else None
+    if target is not None and can_be_tapped:
         check_drafter_layer(report, target)
     if training is not None:
         if target is None:
