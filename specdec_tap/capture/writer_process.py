@@ -331,7 +331,6 @@ def main(argv: list[str]) -> int:
     hello = protocol.unpack_json(channel.recv(protocol.MAX_MESSAGE_BYTES))
     try:
         os.nice(int(hello["config"]["writer_nice"]))
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not the core its parent's thread is pinned to
         writer = Writer(ring, hello)
     except (OSError, SpecdecTapError) as err:
         channel.send(json.dumps({"error": str(err)}).encode())

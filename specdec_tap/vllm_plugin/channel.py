@@ -7,6 +7,7 @@ writer died, and it starts another one. The worker's thread takes the new writer
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from ..capture import protocol
@@ -188,21 +189,22 @@ class WriterChannel:
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         header = header.replace(stream=f"{stamp}-r{rank}-{os.urandom(3).hex()}")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        process: subprocess.Popen[bytes] | None = None
         try:
             with theirs:
                 ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
                 command = [sys.executable, "-m", "specdec_tap.capture.writer_process"]
                 command += [str(theirs.fileno()), str(self._ring.fd), str(self._ring.size)]
-                process = subprocess.Popen(
-                    command,
-                    pass_fds=(theirs.fileno(), self._ring.fd),
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
+                with unpinned():
+                    process = subprocess.Popen(
+                        command,
+                        pass_fds=(theirs.fileno(), self._ring.fd),
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
+                    )
             ours.settimeout(WRITER_START_TIMEOUT_S)
             ours.send(protocol.pack_json(protocol.HELLO, {"header": header.to_json(), **self._hello()}))
             answer = ours.recv(1 << 16)
-            process.wait()  # it forked and left at once; the writer itself is nobody's child
             problem = json.loads(answer)["error"] if answer else "it ended; see its messages above"
             if problem:
                 raise ConfigError(f"the writer process cannot start: {problem}")
@@ -212,5 +214,25 @@ class WriterChannel:
         except ConfigError:
             ours.close()
             raise
+        finally:
+            if process is not None:  # it forked and left at once; the writer itself is nobody's child
+                process.kill()
+                process.wait()
         ours.settimeout(None)
         return ours, header
+
+
+@contextlib.contextmanager
+def unpinned() -> Iterator[None]:
+    """What is started inside may run on every core that this process's parent may use.
+
+    vLLM pins its workers' threads, on a CPU to the cores that compute: a writer that began there would wait
+    for a busy worker.
+    """
+    pinned = os.sched_getaffinity(0)  # of this thread; what it starts inherits it
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, pinned)
