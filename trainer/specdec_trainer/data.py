@@ -10,7 +10,8 @@ import hashlib
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -273,46 +274,64 @@ def epoch_batches(
 
 
 class Prefetcher:
-    """Decodes the next batches in a background thread; at most ``depth`` wait at once."""
+    """Decodes the next batches in background threads, in order; few wait at once, so memory is bounded."""
 
-    _END = object()
+    def __init__(
+        self,
+        make: Callable[[Any], Batch],
+        items: Iterable[Any],
+        *,
+        workers: int = 1,
+        depth: int | None = None,
+    ) -> None:
+        """Start decoding.
 
-    def __init__(self, make: Callable[[Any], Batch], items: Sequence[Any], *, depth: int = 3) -> None:
-        self._queue: queue.Queue[Any] = queue.Queue(maxsize=depth)
+        Args:
+            make: Makes the batch of one item.
+            items: Taken one by one in a thread of their own, so that the next one may be waited for.
+            workers: Batches decoded at a time.
+            depth: Batches under way or done at once; one more than ``workers`` by default.
+        """
+        self._room = threading.Semaphore(workers + 1 if depth is None else depth)
+        self._queue: queue.SimpleQueue[Future[Batch] | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._work, args=(make, items), name="specdec-trainer-data", daemon=True
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="specdec-trainer-data")
+        self._feeder = threading.Thread(
+            target=self._feed, args=(make, items), name="specdec-trainer-feed", daemon=True
         )
-        self._thread.start()
+        self._feeder.start()
 
     def __iter__(self) -> Iterator[Batch]:
-        while True:
-            item = self._queue.get()
-            if item is self._END:
-                return
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+        while (future := self._queue.get()) is not None:
+            batch = future.result()
+            self._room.release()
+            yield batch
 
     def close(self) -> None:
         """Stop decoding and forget what waits."""
         self._stop.set()
-        while self._thread.is_alive():
-            try:
-                self._queue.get(timeout=0.05)
-            except queue.Empty:
-                self._thread.join(0.05)
+        self._room.release()
+        self._feeder.join()
+        self._pool.shutdown(cancel_futures=True)
 
-    def _work(self, make: Callable[[Any], Batch], items: Sequence[Any]) -> None:
-        try:
-            for item in items:
-                if self._stop.is_set():
-                    return
-                self._queue.put(make(item))
-            self._queue.put(self._END)
-        except Exception as err:
-            # Whatever went wrong is raised in the training thread, which waits for this queue.
-            self._queue.put(err)
+    def _feed(self, make: Callable[[Any], Batch], items: Iterable[Any]) -> None:
+        iterator = iter(items)
+        while True:
+            self._room.acquire()
+            if self._stop.is_set():
+                return
+            try:
+                item = next(iterator)
+            except StopIteration:
+                self._queue.put(None)
+                return
+            except Exception as err:
+                # Raised in the training thread, which waits for this queue.
+                failed: Future[Batch] = Future()
+                failed.set_exception(err)
+                self._queue.put(failed)
+                return
+            self._queue.put(self._pool.submit(make, item))
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -193,7 +195,19 @@ def test_prefetcher_passes_errors_on_and_can_be_closed() -> None:
     endless = data.Prefetcher(lambda i: i, range(10**6), depth=1)
     next(iter(endless))
     endless.close()
-    assert not endless._thread.is_alive()
+    assert not endless._feeder.is_alive()
+
+
+def test_several_workers_decode_at_a_time_and_keep_the_order() -> None:
+    together = threading.Barrier(3)  # passes only when three batches are decoded at once
+
+    def make(i: int) -> int:
+        together.wait(20)
+        return i
+
+    prefetcher = data.Prefetcher(make, range(6), workers=3)
+    assert list(prefetcher) == [0, 1, 2, 3, 4, 5]
+    prefetcher.close()
 
 
 def test_greedy_tokens_are_remembered_by_document() -> None:
