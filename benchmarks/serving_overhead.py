@@ -247,7 +247,7 @@ class Bench:
         out = {}
         with self.server(tapped=True) as server:
             control(server, "resume")
-            pids = {"worker": find("EngineCore", server.pid), "writer": writer_pid(control(server, "resume"))}
+            pids = {"worker": worker_pid(server), "writer": writer_pid(control(server, "resume"))}
             for concurrency in self.args.concurrency:
                 taken: dict[bool, list[Window]] = {True: [], False: []}
                 for number in range(self.args.windows):
@@ -275,7 +275,7 @@ class Bench:
         for number in range(self.args.pairs):
             for on in (True, False) if number % 2 else (False, True):
                 with self.server(tapped=on) as server:
-                    pids = {"worker": find("EngineCore", server.pid)}
+                    pids = {"worker": worker_pid(server)}
                     for concurrency in self.args.concurrency:
                         window = self.window(server, 7_000_000 + concurrency, concurrency, pids)
                         taken[concurrency][on].append(window)
@@ -301,6 +301,11 @@ def cpu_seconds(pid: int | None) -> float:
         return 0.0
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+
+
+def worker_pid(server: VllmServer) -> int | None:
+    """Return the process that runs the model; with one rank on CUDA the engine does that itself."""
+    return find("VLLM::Worker", server.pid) or find("VLLM::EngineCore", server.pid)
 
 
 def find(text: str, group: int | None) -> int | None:

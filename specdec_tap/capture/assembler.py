@@ -276,6 +276,14 @@ class Assembler:
         if seq is not None:
             self._finish(handle, seq, seq.done or "abort")
 
+    def give_up(self, handle: int, reason: str) -> None:
+        """No more rows of a request will come. One that has its last token needs none: it is recorded."""
+        seq = self._live.get(handle)
+        if seq is not None and seq.done:
+            self._finish(handle, seq, seq.done)
+        else:
+            self.drop(handle, reason)
+
     def forget_shard(self, shard: int) -> None:
         """A shard was removed: later records must not point into it."""
         for link in self._index.values():

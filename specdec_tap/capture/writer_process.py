@@ -163,7 +163,7 @@ class Writer:
         elif kind == protocol.DROP:
             handles, reason = protocol.unpack_handles(message)
             for handle in handles:
-                self.assembler.drop(handle, reason)
+                self.assembler.give_up(handle, reason)
         elif kind == protocol.CONTROL:
             self._on_control(protocol.unpack_json(message))
         else:

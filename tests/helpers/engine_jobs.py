@@ -2,9 +2,11 @@
 
 ``python engine_jobs.py JOBS.json OUT.json``. A job is an object with ``name``, ``model``, ``llm`` (arguments
 of ``LLM``), ``tap`` (settings of the tap; null: no tap) and ``phases``. A phase has ``prompts`` (token ids),
-``params`` (one object for all, or one each), perhaps also ``lora`` (name, number, folder) and, done before
-the prompts, ``reset_prefix_cache`` or ``rpc`` with ``kwargs`` (a call to the workers). The environment picks
-the runner. An engine that cannot be made gives ``error``.
+``params`` (one object for all, or one each), perhaps also ``lora`` (name, number, folder), ``priority`` (one
+number each), ``embeds`` (lengths of prompts that are embeddings) and, done before the prompts,
+``reset_prefix_cache`` or ``rpcs`` (calls to the workers: name and arguments). With ``after`` the prompts are
+the previous phase's prompts and answers, each with these tokens behind. The environment picks the runner. An
+engine that cannot be made gives ``error``.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines come and go in one
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
+    import torch
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.lora.request import LoRARequest
@@ -37,23 +40,34 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     core = llm.llm_engine.engine_core.engine_core
     driver = getattr(core.model_executor, "driver_worker", None)
     proposals = [] if driver is None else watch_drafter(driver.worker.model_runner)
-    outputs = []
+    outputs: list[dict[str, Any]] = []
+    last = 0
     for phase in job["phases"]:
         if phase.get("reset_prefix_cache"):
             llm.reset_prefix_cache()
-        if "rpc" in phase:
-            llm.collective_rpc(phase["rpc"], kwargs=phase["kwargs"])
+        for name, kwargs in phase.get("rpcs", []):
+            llm.collective_rpc(name, kwargs=kwargs)
+        if "after" in phase:
+            prompts = [
+                {"prompt_token_ids": [*o["prompt"], *o["tokens"], *phase["after"]]} for o in outputs[-last:]
+            ]
+        else:
+            prompts = [{"prompt_token_ids": ids} for ids in phase.get("prompts", [])]
+        hidden = core.vllm_config.model_config.get_hidden_size()
+        prompts += [{"prompt_embeds": torch.randn(length, hidden)} for length in phase.get("embeds", [])]
+        last = len(prompts)
         params = phase["params"]
-        params = params if isinstance(params, list) else [params] * len(phase["prompts"])
-        prompts = [{"prompt_token_ids": ids} for ids in phase["prompts"]]
+        params = params if isinstance(params, list) else [params] * len(prompts)
         made = [SamplingParams(**{"temperature": 0.0, "detokenize": False} | p) for p in params]
         lora = LoRARequest(*phase["lora"]) if phase.get("lora") else None
-        for output in llm.generate(prompts, made, use_tqdm=False, lora_request=lora):
+        for output in llm.generate(
+            prompts, made, use_tqdm=False, lora_request=lora, priority=phase.get("priority")
+        ):
             for choice in output.outputs:
                 outputs.append(
                     {
                         "id": output.request_id,
-                        "prompt": output.prompt_token_ids,
+                        "prompt": output.prompt_token_ids or [],
                         "tokens": list(choice.token_ids),
                         "finish_reason": choice.finish_reason,
                         "logprobs": choice.cumulative_logprob,

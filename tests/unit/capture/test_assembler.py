@@ -223,6 +223,19 @@ def test_rows_of_a_running_request_can_be_shared_and_survive_its_drop():
     assert aux_at == set(range(33))
 
 
+def test_a_request_that_has_its_last_token_is_not_given_up():
+    """The engine reports its end one step later; new weights or a full ring in between cost it nothing."""
+    run = Direct()
+    for handle, most in ((1, 1), (2, 5)):
+        run.new(handle, PROMPT, max_response_tokens=most)
+        run.step(handle, PROMPT, 0, [0])
+    for handle in (1, 2):
+        run.assembler.give_up(handle, "dropped_weights_changed")
+    assert [record.token_ids.tolist() for record in run.sink.records] == [[*PROMPT, 0]]
+    assert run.last.finish_reason == "length"
+    assert run.counts["requests_sealed"] == run.counts["dropped_weights_changed"] == 1
+
+
 def test_accepted_drafts_after_the_stop_token_are_not_kept():
     run = Direct(block_tokens=8)
     run.new(1, PROMPT[:6], stop_token_ids=frozenset({0}))
