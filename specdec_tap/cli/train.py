@@ -12,7 +12,12 @@ from ._console import progress_bar, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shards", type=Path, help="folder of captured shards")
+    parser.add_argument("shards", help="folder of captured shards, or its URL")
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="train while the server is still capturing; ends on Ctrl-C, --time-limit or --follow-idle",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/<time>)")
     parser.add_argument(
         "--target", type=Path, metavar="DIR", help="the target's checkpoint (default: SHARDS/target)"
@@ -41,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  specdec-tap train shards/\n"
         "  specdec-tap train shards/ --out runs/first --epochs 4 --draft-vocab-size 16000\n"
         "  specdec-tap train shards/ --resume --out runs/first\n"
+        "  specdec-tap train --follow shards/ --init-from runs/first/drafter --follow-idle 600\n"
         "  torchrun --nproc-per-node 8 -m specdec_trainer shards/ --out runs/eight"
     )
 
@@ -48,12 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from specdec_trainer.config import TrainConfig, convert, read_yaml
 
+    from ..shards.remote import is_url
+
     values = read_yaml(args.config) if args.config else {}
     flags = {
         k.removeprefix("set_"): v for k, v in vars(args).items() if k.startswith("set_") and v is not None
     }
     values |= convert(flags, "command line")
     config = TrainConfig(**values)
+    shards = args.shards if is_url(args.shards) else Path(args.shards)
     if args.nproc > 1 and "WORLD_SIZE" not in os.environ:
         return _launch(args.nproc)
     first = os.environ.get("RANK", "0") == "0"
@@ -65,15 +74,15 @@ def run(args: argparse.Namespace) -> int:
 
     common = {
         "out": args.out, "target_path": args.target, "target_name": args.target_name, "resume": args.resume,
-        "format": args.format, "say": say,
+        "format": args.format, "say": say, "live": args.follow,
     }  # fmt: skip
     if first:
         with progress_bar("training", 100, unit="%") as bar:
             result = train(
-                config, args.shards, progress=lambda done, note: bar.update(round(100 * done), note), **common
+                config, shards, progress=lambda done, note: bar.update(round(100 * done), note), **common
             )
     else:
-        result = train(config, args.shards, **common)
+        result = train(config, shards, **common)
     if not first:
         return 0
     print(f"run folder: {result.folder}")

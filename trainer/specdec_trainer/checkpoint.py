@@ -48,8 +48,8 @@ class LoopState:
     """Step of the last evaluation."""
     stale: int = 0
     """Evaluations since the best one."""
-    known: dict[str, int] = field(default_factory=dict)
-    """Records of each stream that this pass is made of."""
+    known: dict[str, list[int]] = field(default_factory=dict)
+    """With --follow: shard and ordinal of the last record used, by stream."""
 
 
 def save(

@@ -148,6 +148,8 @@ class TrainConfig:
     """Draft tokens in each round of the simulated server."""
     eval_epochs: float = 1.0
     """Evaluate after so many passes (and at the end)."""
+    eval_steps: int | None = None
+    """Evaluate after so many optimizer steps instead; None goes by eval_epochs (100 with --follow)."""
     eval_records: int = 512
     """Held-out records used for each evaluation, at most."""
     patience: int = 0
@@ -159,6 +161,18 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """Newest checkpoints kept."""
 
+    trackers: str | None = None
+    """Experiment trackers beside log.jsonl and TensorBoard: wandb, mlflow or wandb,mlflow. Each reads its own
+    environment variables."""
+
+    # -- training beside a server (--follow)
+    follow_start: int = 20_000
+    """Supervised tokens to wait for before the draft vocabulary is chosen and training starts."""
+    follow_backlog: int = 1 << 20
+    """Rows that may wait for training; beyond them the oldest records are dropped and counted."""
+    follow_idle: float | None = None
+    """End after so many seconds without a new record; None waits for ever."""
+
     # -- machine
     seed: int = 0
     """Seed of initial weights, order and noise."""
@@ -166,20 +180,23 @@ class TrainConfig:
     """cpu, cuda, cuda:1 or auto."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the matrix products; master weights are always float32."""
-    teacher_cache: int = 2 << 30
+    teacher_cache: int = 256 << 20
     """Bytes of memory in which the teacher's answers are kept from one pass to the next."""
     workers: int = 1
     """Threads that decode shards ahead of time."""
+    sharding: Literal["ddp", "fsdp2"] = "ddp"
+    """With several processes: every one holds the whole drafter (ddp), or a share of weights, gradients and
+    optimizer state (fsdp2)."""
 
     def __post_init__(self) -> None:
         problems = []
         for name in (
             "num_layers", "ttt_steps", "batch_tokens", "accumulate", "max_length", "eval_draft_tokens",
-            "log_steps", "keep_checkpoints", "workers", "eval_records", "ns_steps",
+            "log_steps", "keep_checkpoints", "workers", "eval_records", "ns_steps", "follow_backlog",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; expected at least 1")
-        limits = ("max_steps", "time_limit")
+        limits = ("max_steps", "time_limit", "eval_steps", "follow_idle")
         for name in (
             "num_heads",
             "num_kv_heads",
@@ -215,6 +232,8 @@ class TrainConfig:
             "noise",
             "patience",
             "momentum",
+            "follow_start",
+            "teacher_cache",
         ):
             if getattr(self, name) < 0:
                 problems.append(f"{name} is {getattr(self, name)}; expected 0 or more")
@@ -222,8 +241,16 @@ class TrainConfig:
             problems.append(f"ttt_decay is {self.ttt_decay}; expected more than 0, at most 1")
         if self.norm_before_fc and self.fc_norm:
             problems.append("norm_before_fc and fc_norm are both set; choose one, the engines apply only one")
+        unknown = [t for t in self.tracker_names if t not in ("wandb", "mlflow")]
+        if unknown:
+            problems.append(f"trackers names {unknown[0]!r}; expected wandb, mlflow or wandb,mlflow")
         if problems:
             raise ConfigError("; ".join(problems))
+
+    @property
+    def tracker_names(self) -> list[str]:
+        """Names in ``trackers``."""
+        return [t.strip() for t in (self.trackers or "").split(",") if t.strip()]
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able values."""

@@ -76,6 +76,16 @@ class Survey:
     counts: np.ndarray | None = None
     """How often each token id is the prediction of a supervised row."""
 
+    def add(self, other: Survey) -> None:
+        """Add another survey's sums; its stretches are left out."""
+        self.records += other.records
+        self.tokens += other.tokens
+        self.generated += other.generated
+        self.supervised += other.supervised
+        self.skipped.update(other.skipped)
+        if self.counts is not None and other.counts is not None:
+            self.counts += other.counts
+
     def explain(self) -> str:
         """One sentence of counts, for logs and errors."""
         reasons = ", ".join(f"{n:,} {why}" for why, n in self.skipped.most_common()) or "none"
@@ -352,25 +362,39 @@ class Dataset:
     """Room left for centroids."""
 
     def load(self, indices: Sequence[int]) -> Batch:
-        """Read and pack some documents; a damaged record is left out and counted."""
+        """Read and pack some documents of the survey; a damaged one is left out and counted."""
+        return self.read([self.survey.stretches[i] for i in indices], indices)
+
+    def read(self, stretches: Sequence[Stretch], keys: Sequence[int] = ()) -> Batch:
+        """Read and pack documents.
+
+        Args:
+            stretches: At least one.
+            keys: Their numbers in the survey, for what is remembered of them; or nothing.
+
+        Raises:
+            InputError: None of them can be read.
+        """
         documents, key = [], []
-        for i in indices:
+        for i, stretch in enumerate(stretches):
             try:
                 document = load_document(
-                    self.store,
-                    self.survey.stretches[i],
-                    prompt_weight=self.prompt_weight,
-                    columns=self.columns,
+                    self.store, stretch, prompt_weight=self.prompt_weight, columns=self.columns
                 )
             except (ShardError, InputError) as err:
                 self.bad_records[str(err)] += 1
                 continue
-            document = replace(document, greedy=self.greedy.get(i), centroid=self.centroid.get(i))
+            if keys:
+                number = keys[i]
+                document = replace(
+                    document, greedy=self.greedy.get(number), centroid=self.centroid.get(number)
+                )
+                key.append(number)
             documents.append(document)
-            key.append(i)
         if not documents:
             raise InputError(
-                f"none of the {len(indices):,} records of a batch can be read: {next(iter(self.bad_records))}"
+                f"none of the {len(stretches):,} records of a batch can be read: "
+                f"{next(iter(self.bad_records))}"
             )
         return pack(documents, tuple(key))
 

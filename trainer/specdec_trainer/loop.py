@@ -24,6 +24,9 @@ from .evaluate import Evaluation
 from .objective import Objective, Sums
 from .optim import Optimizers, WeightAverage, clip_gradients, lr_factor
 
+_ENDLESS_EVAL_STEPS = 100
+_ENDLESS_WARMUP_STEPS = 50
+
 
 class DivergedError(SpecdecTapError):
     """Loss or gradient is not finite; the message names the records."""
@@ -60,13 +63,16 @@ class Window:
 class Hooks:
     """What the loop calls out to."""
 
-    epoch_batches: Callable[[int, int], tuple[int, Iterator[Batch]]]
-    """``(epoch, first batch) -> (batches in this pass for this process, batches from the first on)``."""
+    epoch_batches: Callable[[int, int, threading.Event], tuple[int | None, Iterator[Batch]]]
+    """``(epoch, first batch, wish to stop) -> (batches in this pass for this process, batches from the first
+    on)``; None for a pass that has no end of its own, which a wish to stop must end."""
     evaluate: Callable[[], Evaluation | None]
     log: Callable[[str, dict[str, Any]], None]
     save: Callable[[LoopState], None]
     saved_best: Callable[[LoopState, Evaluation], None]
     progress: Callable[[float, str], None]
+    newest_is_best: bool = False
+    """Keep every evaluated state instead of the best one: the held-out records change as well."""
 
 
 def train(
@@ -91,8 +97,8 @@ def train(
     last_save = session_start
     with _stop_signal() as stop:
         while not finished(config, state):
-            per_epoch, batches = hooks.epoch_batches(state.epoch, state.batch)
-            eval_every = max(1, round(config.eval_epochs * per_epoch / config.accumulate))
+            per_epoch, batches = hooks.epoch_batches(state.epoch, state.batch, stop)
+            eval_every = steps_between_evaluations(config, per_epoch)
             waiting = time.perf_counter()
             for group_of_batches in _in_groups(batches, config.accumulate):
                 waited = time.perf_counter() - waiting
@@ -133,8 +139,13 @@ def train(
                 if finished(config, state):
                     break
                 waiting = time.perf_counter()
+            if per_epoch is None:
+                if stop.is_set() and not finished(config, state):
+                    hooks.save(state)
+                    raise StopRequested
+                break
             if state.batch >= per_epoch:
-                state.epoch, state.batch, state.known = state.epoch + 1, 0, {}
+                state.epoch, state.batch = state.epoch + 1, 0
     if window.count[0]:
         _log(hooks, state, window, 1, 1.0)
     if state.evaluated_step != state.step:
@@ -194,9 +205,26 @@ def train_step(
     return int(rows_everywhere), bool(stop), seconds
 
 
-def run_progress(config: TrainConfig, state: LoopState, per_epoch: int) -> float:
-    """Share of the run that is done, 0 to 1: the furthest of passes, steps and seconds."""
-    done = (state.epoch + state.batch / max(1, per_epoch)) / config.epochs
+def steps_between_evaluations(config: TrainConfig, per_epoch: int | None) -> int:
+    """Optimizer steps from one evaluation to the next."""
+    if config.eval_steps is not None:
+        return config.eval_steps
+    if per_epoch is None:
+        return _ENDLESS_EVAL_STEPS
+    return max(1, round(config.eval_epochs * per_epoch / config.accumulate))
+
+
+def run_progress(config: TrainConfig, state: LoopState, per_epoch: int | None) -> float:
+    """Share of the run that is done, 0 to 1: the furthest of passes, steps and seconds.
+
+    A run without any end only warms up, over its first steps.
+    """
+    if per_epoch is not None:
+        done = (state.epoch + state.batch / max(1, per_epoch)) / config.epochs
+    elif config.max_steps is None and config.time_limit is None:
+        done = config.warmup * min(1.0, (state.step + 1) / _ENDLESS_WARMUP_STEPS)
+    else:
+        done = 0.0
     if config.max_steps is not None:
         done = max(done, state.step / config.max_steps)
     if config.time_limit is not None:
@@ -220,19 +248,19 @@ def _evaluate(config: TrainConfig, hooks: Hooks, state: LoopState) -> None:
     if result is None:
         return
     hooks.log("eval", {"step": state.step, "epoch": state.epoch, "tokens": state.tokens, **result.as_dict()})
-    if result.simulated_acceptance_length > state.best:
+    if hooks.newest_is_best or result.simulated_acceptance_length > state.best:
         state.best, state.best_step, state.stale = result.simulated_acceptance_length, state.step, 0
         hooks.saved_best(state, result)
     else:
         state.stale += 1
 
 
-def _log(hooks: Hooks, state: LoopState, window: Window, per_epoch: int, progress: float) -> None:
+def _log(hooks: Hooks, state: LoopState, window: Window, per_epoch: int | None, progress: float) -> None:
     seconds = max(1e-9, time.perf_counter() - window.started)
     count = window.count.tolist()
     hooks.log("train", {
         "step": state.step,
-        "epoch": round(state.epoch + state.batch / max(1, per_epoch), 4),
+        "epoch": round(state.epoch + (state.batch / max(1, per_epoch) if per_epoch else 0.0), 4),
         "progress": round(progress, 6),
         "loss": [v / n if n else None for v, n in zip(window.loss.tolist(), count, strict=True)],
         "accuracy": [v / n if n else None for v, n in zip(window.correct.tolist(), count, strict=True)],

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from specdec_tap.errors import ConfigError, InputError
 from specdec_tap.target import Target, load_target
 
 from . import build as building
-from . import checkpoint, data, inputs, runlog, start
+from . import checkpoint, data, follow, inputs, runlog, start
 from .algorithms import ALGORITHMS
 from .batch import Batch
 from .card import model_card
@@ -57,6 +58,7 @@ def run(
     say: Callable[[str], None] = lambda text: None,
     store: Any = None,
     tensorboard: bool = True,
+    live: bool = False,
 ) -> Result:
     """Train on a folder of shards and export the best drafter.
 
@@ -72,6 +74,7 @@ def run(
         say: Called with sentences for the user.
         store: Records instead of ``shards`` (tests).
         tensorboard: Write TensorBoard events.
+        live: Train on what the server captures from now on, and on what is there already, once each.
 
     Raises:
         InputError, ConfigError: Something given is wrong; nothing was trained.
@@ -93,6 +96,7 @@ def run(
             store,
             group,
             tensorboard,
+            live,
         )
     finally:
         leave()
@@ -101,12 +105,19 @@ def run(
 def _run(
     config: TrainConfig, shards: Path, out: Path | None, target_path: Path | None, target_name: str | None,
     resume: bool, format: str, progress: Callable[[float, str], None], say: Callable[[str], None], store: Any,
-    group: Group, tensorboard: bool,
+    group: Group, tensorboard: bool, live: bool,
 ) -> Result:  # fmt: skip
     device = pick_device(config.device, group)
     if resume and out is None:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
     kind = ALGORITHMS[config.algorithm]
+    if live:
+        follow.check_processes(group.size)
+        if config.max_steps is None and config.time_limit is None:
+            config = dataclasses.replace(config, schedule="constant")
+        if store is None:
+            say("waiting for the first record")
+            store = follow.open_live(shards, config.follow_idle)
     store, target = open_inputs(shards, target_path, store)
     store = inputs.view(store, kind)
     captured = tuple(store.header.aux_layer_ids)
@@ -118,18 +129,28 @@ def _run(
         else building.warm_start(config.init_from, target, aux_ids, config.algorithm)
     )
 
+    checkpoints = readable_checkpoints(out) if resume and out else []
+    if resume and not checkpoints:
+        raise InputError(f"no checkpoint in {str(out)!r}; start without --resume")
+
     # What to train on.
-    training, evaluation = data.split(store, config.held_out)
-    survey = _survey(config, target, store, training)
-    held = _survey(config, target, store, evaluation)
+    feed = None
+    if live:
+        known = checkpoint.read(checkpoints[0])[1]["state"]["known"] if checkpoints else {}
+        feed = follow.Feed(store, config, target.vocab_size, cursors=known)
+        say("waiting for enough generated tokens to start")
+        feed.wait_for_start(0 if checkpoints else config.follow_start)
+        survey = dataclasses.replace(feed.seen, stretches=feed.waiting())
+        held = feed.held
+    else:
+        training, evaluation = data.split(store, config.held_out)
+        survey = _survey(config, target, store, training)
+        held = _survey(config, target, store, evaluation)
     say(f"training: {survey.explain()}")
     say(f"held out: {held.records:,} records, {held.supervised:,} supervised tokens")
     check_supervised(survey)
 
     # What to train.
-    checkpoints = readable_checkpoints(out) if resume and out else []
-    if resume and not checkpoints:
-        raise InputError(f"no checkpoint in {str(out)!r}; start without --resume")
     if source is not None and config.draft_vocab_size is None:
         draft_ids = target_ids_of(source)
     else:
@@ -196,8 +217,10 @@ def _run(
     session = _Session(
         config, objective, optimizers, average, generator, store, survey, held, folder, log, shared,
         group, target,
-        target_name, format, facts, progress,
+        target_name, format, facts, progress, feed, state.elapsed,
     )  # fmt: skip
+    if feed is not None:
+        session.used = dict(feed.cursors)
     started, tokens_before = time.perf_counter(), state.tokens
     interrupted = False
     try:
@@ -248,6 +271,11 @@ class _Session:
     format: str
     facts: dict[str, Any]
     progress: Callable[[float, str], None]
+    feed: follow.Feed | None = None
+    elapsed: float = 0.0
+    """Seconds of training before this session."""
+    used: follow.Cursors = field(default_factory=dict)
+    """With a feed: the last record of each stream that was trained."""
     best: Evaluation | None = None
     _prefetcher: data.Prefetcher | None = None
     _training: data.Dataset | None = None
@@ -255,22 +283,44 @@ class _Session:
 
     def hooks(self) -> Hooks:
         return Hooks(
-            self.epoch_batches, self.evaluate, self.write, self.save, self.saved_best, self._progress
-        )
+            self.epoch_batches, self.evaluate, self.write, self.save, self.saved_best, self._progress,
+            newest_is_best=self.feed is not None,
+        )  # fmt: skip
 
-    def epoch_batches(self, epoch: int, first: int) -> tuple[int, Iterator[Batch]]:
+    def epoch_batches(
+        self, epoch: int, first: int, stop: threading.Event
+    ) -> tuple[int | None, Iterator[Batch]]:
         if self._training is None:
             self._training = data.Dataset(
                 self.store, self.survey, self.config.prompt_weight, self._columns(),
                 cache_bytes=self.config.teacher_cache,
             )  # fmt: skip
+        if self.feed is not None:
+            return None, self._followed(self.feed, stop)
         batches = data.epoch_batches(
             self.survey.stretches, batch_tokens=self.config.batch_tokens, seed=self.config.seed, epoch=epoch
         )
         mine = self.group.share(batches)
         self._stop_prefetching()
-        self._prefetcher = data.Prefetcher(self._training.load, mine[first:])
+        self._prefetcher = data.Prefetcher(self._training.load, mine[first:], workers=self.config.workers)
         return len(mine), self._remembering(self._prefetcher)
+
+    def _followed(self, feed: follow.Feed, stop: threading.Event) -> Iterator[Batch]:
+        limit = self.config.time_limit
+        waiting = feed.batches(stop, None if limit is None else max(0.0, limit - self.elapsed))
+
+        def read(items: list[follow.Waiting]) -> tuple[Batch | None, list[follow.Waiting]]:
+            try:
+                return self._training.read([item.stretch for item in items]), items
+            except InputError:  # counted there; old shards may have been removed since
+                return None, items
+
+        self._prefetcher = data.Prefetcher(read, waiting, workers=self.config.workers)
+        for batch, items in self._prefetcher:
+            for item in items:
+                self.used[item.stream] = item.place
+            if batch is not None:
+                yield batch
 
     def _columns(self) -> list[int] | None:
         return columns_of(tuple(self.store.header.aux_layer_ids), self.objective.model.config.aux_layer_ids)
@@ -281,6 +331,9 @@ class _Session:
             self._training.remember(batch)
 
     def evaluate(self) -> Evaluation | None:
+        if self.feed is not None:
+            # The window moves on, so nothing about its documents is worth remembering.
+            self.held.stretches, self._held = self.feed.window(), None
         if not self.held.stretches:
             return None
         if self._held is None:
@@ -313,6 +366,8 @@ class _Session:
             return
         if kind == "train":
             values["peak_rss_bytes"] = runlog.peak_rss_bytes()
+            if self.feed is not None:
+                values |= self.feed.facts()
             values["lr"] = [g["lr"] for part in self.optimizers.parts for g in part.param_groups]
         self.log.write(kind, **values)
         scalars = {}
@@ -328,6 +383,7 @@ class _Session:
     def save(self, state: LoopState) -> None:
         if not self.group.first:
             return
+        state.known = dict(self.used)
         folder = self.folder / "checkpoints"
         path = folder / checkpoint.name_for(state.step)
         checkpoint.save(
@@ -343,7 +399,8 @@ class _Session:
         """Write the drafter as it is now (its average, where one is kept)."""
         if not self.group.first:
             return
-        card = model_card(self.config, self.facts, self.survey, state, evaluation, self.target_name)
+        survey = self.survey if self.feed is None else self.feed.seen
+        card = model_card(self.config, self.facts, survey, state, evaluation, self.target_name)
         if self.average is not None:
             self.average.swap()
         try:
@@ -358,6 +415,8 @@ class _Session:
         self._stop_prefetching()
 
     def _stop_prefetching(self) -> None:
+        if self.feed is not None:
+            self.feed.close()
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
