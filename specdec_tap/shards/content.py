@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import SpecdecTapError
+from .layout import FOREIGN_ANSWER_FLAGS
 from .lossy import to_float
 from .reader import Record, ShardStore
 
@@ -100,6 +101,7 @@ class ContentChecker:
         self._rank = 0
         self._rms: list[np.ndarray] = []
         self._not_judged = 0
+        self._foreign = 0
 
     def run(self) -> None:
         """Run every proof that the stored data allows."""
@@ -152,6 +154,9 @@ class ContentChecker:
             return
         tokens = record.token_ids[start + 1 : start + 1 + len(final)]
         sampling = record.meta.sampling
+        if FOREIGN_ANSWER_FLAGS & set(record.meta.flags):
+            self._foreign += 1
+            return
         if any(name in sampling and sampling[name] not in ok for name, ok in _NEUTRAL.items()):
             self._not_judged += 1
             return
@@ -210,6 +215,11 @@ class ContentChecker:
         content = self._report.content
         content["rows"] = rows
         content["records_not_judged"] = self._not_judged
+        if self._foreign:
+            self._report.not_checked.append(
+                f"that final states produce the tokens of {self._foreign:,} imported or extracted records, "
+                "whose answers may be another model's; compare with --reference MODEL_DIR"
+            )
         if self._greedy[1]:
             agreement = self._greedy[0] / self._greedy[1]
             content["greedy_tokens"] = self._greedy[1]

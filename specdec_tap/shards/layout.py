@@ -28,6 +28,8 @@ FINAL_SCOPES = ("response", "all", "none")
 LAYER_CONVENTIONS = ("residual_in",)
 SPAN_KINDS = ("prompt", "response")
 FINISH_REASONS = ("stop", "length", "abort", "interrupted")
+FOREIGN_ANSWER_FLAGS = frozenset({"imported", "given_answers"})
+"""Flags of records whose response tokens were perhaps not sampled from the target."""
 
 _CHOICES = {
     "dtype": DTYPES,
