@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from specdec_tap.detokenize import Decode, load_decoder, tokenizer_file, visible
 from specdec_tap.errors import InputError
 
-_JOINERS = "\u200c\u200d"  # emoji and Indic scripts need them; they move nothing
+__all__ = ["TargetTokenizer", "token_texts", "visible"]
+
 MAX_PENDING = 12
-MAX_TOKENIZER_BYTES = 256 << 20
 
 
-def visible(text: str) -> str:
-    """Return text with every control and format character (ANSI escapes, bidi overrides) spelled out.
-
-    Example:
-        >>> visible("a\\x1b[31mb")
-        'a\\\\x1b[31mb'
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() or c in "\n\t" or c in _JOINERS else c.encode("unicode_escape").decode("ascii")
-        for c in text
-    )
-
-
-def token_texts(decode: Callable[[list[int]], str], ids: Sequence[int], context: Sequence[int]) -> list[str]:
+def token_texts(decode: Decode, ids: Sequence[int], context: Sequence[int]) -> list[str]:
     """Split decoded text by token.
 
     A character that several tokens make up is given to the last of them; the others get an empty string.
@@ -62,40 +48,28 @@ def token_texts(decode: Callable[[list[int]], str], ids: Sequence[int], context:
 
 
 class TargetTokenizer:
-    """The tokenizer in ``target/tokenizer.json``, loaded when it is first needed. Thread-safe."""
+    """The tokenizer files in ``target/``, loaded when they are first needed. Thread-safe."""
 
     def __init__(self, target_dir: Path) -> None:
-        self._path = target_dir / "tokenizer.json"
+        self._dir = target_dir
         self._lock = threading.Lock()
-        self._loaded: tuple[tuple[int, int], Callable[[list[int]], str]] | None = None
+        self._loaded: tuple[tuple[str, int, int], Decode] | None = None
 
-    def decoder(self) -> Callable[[list[int]], str]:
+    def decoder(self) -> Decode:
         """Return a function from token ids to text.
 
         Raises:
             InputError: There is no tokenizer, it is damaged, or the package tokenizers is missing.
         """
         with self._lock:
-            try:
-                stat = self._path.stat()
-            except OSError as err:
+            path = tokenizer_file(self._dir)
+            if path is None:
                 raise InputError(
-                    f"{self._path} cannot be read ({err.strerror or err}); token ids are shown, not text"
-                ) from err
-            stamp = (stat.st_mtime_ns, stat.st_size)
+                    f"tokenizer.json cannot be read: neither it nor tiktoken.model is in {str(self._dir)!r}; "
+                    "token ids are shown, not text"
+                )
+            stat = path.stat()
+            stamp = (path.name, stat.st_mtime_ns, stat.st_size)
             if self._loaded is None or self._loaded[0] != stamp:
-                self._loaded = (stamp, self._load(stat.st_size))
+                self._loaded = (stamp, load_decoder(self._dir))
             return self._loaded[1]
-
-    def _load(self, size: int) -> Callable[[list[int]], str]:
-        if size > MAX_TOKENIZER_BYTES:
-            raise InputError(f"{self._path} has {size:,} bytes; expected at most {MAX_TOKENIZER_BYTES:,}")
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as err:
-            raise InputError("showing text needs the package tokenizers; pip install tokenizers") from err
-        try:
-            tokenizer = Tokenizer.from_file(str(self._path))
-        except Exception as err:  # the library raises plain Exception for a bad file
-            raise InputError(f"{self._path} is no tokenizer ({err})") from err
-        return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

@@ -392,24 +392,24 @@ def _is_number(text: str, count: int) -> bool:
 
 def _decoder(store: ShardStore) -> Any:
     """A function from token ids to text, or None with the reason on standard error."""
-    folder = store.target_dir
-    path = None if folder is None else folder / "tokenizer.json"
-    if path is None or not path.is_file():
-        print("no target/tokenizer.json beside the streams; showing token ids", file=sys.stderr)
+    from ..detokenize import load_decoder
+
+    if store.target_dir is None:
+        print("no target/ beside the streams; showing token ids", file=sys.stderr)
         return None
     try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        print("showing token ids; text needs 'pip install tokenizers'", file=sys.stderr)
+        return load_decoder(store.target_dir)
+    except InputError as err:
+        print(f"showing token ids: {err}", file=sys.stderr)
         return None
-    tokenizer = Tokenizer.from_file(str(path))
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _print_text(record: Record, decode: Any) -> None:
     """Prompt dim, response green, positions without states on red."""
     from rich.console import Console
     from rich.text import Text
+
+    from ..detokenize import visible
 
     gaps = record.gaps
     text = Text()
@@ -423,16 +423,15 @@ def _print_text(record: Record, decode: Any) -> None:
             style = "green" if span.kind == "response" else "dim"
             if any(a <= start < b for a, b in gaps):
                 style += " on red"
-            text.append(_printable(shown, keep_newlines=True), style=style)
+            text.append(visible(shown), style=style)
     Console(soft_wrap=True).print(text)
 
 
-def _printable(text: str, *, keep_newlines: bool = False) -> str:
-    """Captured text may hold anything: control characters must not reach the terminal."""
-    return "".join(
-        c if c.isprintable() or (keep_newlines and c in "\n\t") else c.encode("unicode_escape").decode()
-        for c in text
-    )
+def _printable(text: str) -> str:
+    """One line of captured text: control characters must not reach the terminal."""
+    from ..detokenize import visible
+
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 # ---- verify, repair

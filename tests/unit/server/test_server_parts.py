@@ -13,10 +13,9 @@ import time
 import pytest
 import specdec_server.format
 import specdec_server.routes.session
-import specdec_server.text
 import uvicorn
 from fastapi import FastAPI
-from serverkit import write_run
+from helpers.serverkit import write_run
 from specdec_server.control import ACTIONS, control_router
 from specdec_server.errors import ApiError
 from specdec_server.events import Broadcast, encode_event
@@ -29,6 +28,7 @@ from specdec_server.text import token_texts, visible
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
+import specdec_tap.detokenize
 from specdec_tap.capture.status import StatusReader
 from specdec_tap.cli.dashboard import listen
 from specdec_tap.errors import ConfigError, InputError
@@ -38,7 +38,7 @@ TOKEN = "correct-horse-battery-staple"
 
 
 @pytest.mark.parametrize(
-    "module", [specdec_server.format, specdec_server.text, specdec_server.routes.session]
+    "module", [specdec_server.format, specdec_tap.detokenize, specdec_server.routes.session]
 )
 def test_examples_in_docstrings(module):
     result = doctest.testmod(module)
