@@ -3,9 +3,10 @@
 Three measurements, one JSON line:
 
 - ``hook``: the tap's two hooks on steps of 256 requests as both of vLLM's runners leave them, with the real
-  writer process behind. On a CPU the copy of the states is part of the hook; it is also given alone.
+  writer process behind.
 - ``windows``: one server; short windows with the tap paused and resumed take turns. Neighbours are compared,
-  so slow drifts of the machine cancel; CPU seconds per token of worker and writer are read from /proc.
+  so slow drifts of the machine cancel; CPU seconds per token of worker and writer are read from /proc. The
+  model gives its aux states while the tap is paused, too; only the pairs see what that costs.
 - ``pairs``: a server without and a server with the tap take turns, with the same prompts.
 
 Noise is given as the middle half of the ratios between neighbouring windows (or runs) of the same kind.
@@ -174,8 +175,10 @@ def interval(values: Sequence[float], seed: int = 0) -> list[float]:
     return [round(medians[50], 4), round(medians[1949], 4)]
 
 
-def noise(values: Sequence[float]) -> float:
-    """Half the width of the middle half of the ratios between neighbours of the same kind."""
+def noise(values: Sequence[float]) -> float | None:
+    """Half the width of the middle half of the ratios between neighbours of one kind; None for one value."""
+    if len(values) < 2:
+        return None
     ratios = sorted(b / a for a, b in itertools.pairwise(values))
     return round((percentile(ratios, 0.75) - percentile(ratios, 0.25)) / 2, 4)
 

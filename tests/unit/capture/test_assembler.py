@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from specdec_tap.capture.assembler import Assembler, NewRequest
 from specdec_tap.shards.layout import bits_dtype
+from specdec_tap.shards.records import decode_record, encode_record
 
 OUTCOMES = ("requests_sealed", "skipped_", "dropped_")
 
@@ -234,6 +235,15 @@ def test_a_request_that_has_its_last_token_is_not_given_up():
     assert [record.token_ids.tolist() for record in run.sink.records] == [[*PROMPT, 0]]
     assert run.last.finish_reason == "length"
     assert run.counts["requests_sealed"] == run.counts["dropped_weights_changed"] == 1
+
+
+def test_a_clock_that_jumps_back_costs_nothing(monkeypatch):
+    clock = iter([2e9, 5.0])
+    monkeypatch.setattr("specdec_tap.capture.assembler.time.time", lambda: next(clock))
+    run = Direct()
+    run.one(1, PROMPT, [0])
+    assert (run.last.started_unix_s, run.last.finished_unix_s) == (2e9, 5.0)
+    assert decode_record(encode_record(run.last)).finished_unix_s == 5.0
 
 
 def test_accepted_drafts_after_the_stop_token_are_not_kept():
