@@ -101,6 +101,8 @@ def test_the_examples_in_shards_md_run(tmp_path, monkeypatch):
 
     from specdec_tap.shards import ShardWriter
 
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     with ShardWriter(tmp_path / "shards", make_header()) as writer:
         write_request(writer, 10, 20)
     monkeypatch.chdir(tmp_path)
