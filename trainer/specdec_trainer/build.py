@@ -358,6 +358,14 @@ def build(
     )  # fmt: skip
 
 
+def plain_copy(model: Drafter, weights: dict[str, Tensor]) -> Drafter:
+    """A drafter of the same shape with whole ``weights``, sharing their memory; for files."""
+    with torch.device("meta"):
+        copy = ALGORITHMS[model.config.algorithm](model.config, compute_dtype=model.compute_dtype)
+    copy.load_state_dict(weights, assign=True)
+    return copy
+
+
 def final_norm_scale(target: Target) -> Tensor | None:
     """Factor of each channel in the target's final norm ``[H]``; None where it is not a known RMS norm."""
     if target.norm is None or target.norm_kind not in ("rms", "rms_one_plus"):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from specdec_tap.errors import InputError
 
+from .distributed import like, whole, whole_state
 from .optim import Optimizers, WeightAverage
 
 _NAME = re.compile(r"step-(\d{9})\.safetensors")
@@ -48,15 +49,27 @@ class LoopState:
     """Step of the last evaluation."""
     stale: int = 0
     """Evaluations since the best one."""
+    processes: int = 1
+    """How many trained this pass so far; ``batch`` counts those of one of them."""
     known: dict[str, list[int]] = field(default_factory=dict)
     """With --follow: shard and ordinal of the last record used, by stream."""
 
 
+def regroup(state: LoopState, processes: int) -> bool:
+    """Go on with another number of processes, at the same place of the pass; returns whether it is
+    another one. Up to one batch a process is left out of this pass."""
+    if state.processes == processes:
+        return False
+    state.batch = -(-state.batch * state.processes // processes)
+    state.processes = processes
+    return True
+
+
 def save(
     path: Path, model: nn.Module, optimizers: Optimizers, average: WeightAverage | None,
-    generator: torch.Generator, state: LoopState, facts: dict[str, Any],
+    generator: torch.Generator, state: LoopState, facts: dict[str, Any], *, write: bool = True,
 ) -> None:  # fmt: skip
-    """Write one checkpoint atomically.
+    """Write one checkpoint atomically. Every process that holds a share of the weights must call this.
 
     Args:
         path: Final name.
@@ -66,8 +79,9 @@ def save(
         generator: Of the data noise.
         state: Of the loop.
         facts: JSON-able settings that a resumed run must share.
+        write: This is the process that writes the file.
     """
-    tensors = {f"model.{n}": t for n, t in model.state_dict().items()}
+    tensors = {f"model.{n}": t for n, t in whole_state(model).items()}
     outline = []
     for i, part in enumerate(optimizers.state_dict()):
         slots = {}
@@ -75,12 +89,14 @@ def save(
             slots[str(index)] = {}
             for name, value in values.items():
                 if isinstance(value, Tensor):
-                    tensors[f"optimizer.{i}.{index}.{name}"] = value
+                    tensors[f"optimizer.{i}.{index}.{name}"] = whole(value)
                 else:
                     slots[str(index)][name] = value
         outline.append({"state": slots, "param_groups": part["param_groups"]})
     if average is not None:
-        tensors |= {f"average.{i}": t for i, t in enumerate(average.shadow)}
+        tensors |= {f"average.{i}": whole(t) for i, t in enumerate(average.shadow)}
+    if not write:
+        return
     tensors["generator"] = generator.get_state()
     tensors["global_generator"] = torch.get_rng_state()  # drop-out draws from this one
     meta = {
@@ -125,19 +141,22 @@ def load(
                 "the same settings and shards, or start a new run"
             )
     weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+    mine = model.state_dict()
+    weights = {n: like(t, mine[n]) if n in mine else t for n, t in weights.items()}
     try:
         model.load_state_dict(weights)
     except RuntimeError as err:
         raise InputError(f"{str(path)!r} does not fit this drafter: {err}") from err
     if optimizers is not None:
         states = []
+        parameters = [[p for g in part.param_groups for p in g["params"]] for part in optimizers.parts]
         for i, part in enumerate(meta["optimizers"]):
             values: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in part["state"].items()}
             prefix = f"optimizer.{i}."
             for name, tensor in tensors.items():
                 if name.startswith(prefix):
                     index, _, slot = name.removeprefix(prefix).partition(".")
-                    values.setdefault(int(index), {})[slot] = tensor
+                    values.setdefault(int(index), {})[slot] = like(tensor, parameters[i][int(index)])
             states.append({"state": values, "param_groups": part["param_groups"]})
         optimizers.load_state_dict(states)
     if average is not None and meta["average_updates"] is not None:

@@ -1,7 +1,9 @@
 """Several processes training one drafter: gradients and counts are summed once for each step.
 
 Every process runs the same number of steps (see ``share``), so no collective ever waits for a process that
-has no data. The drafter is small beside its target, so plain replication is enough.
+has no data. A drafter is small beside its target, so every process can hold all of it (``ddp``); with
+``fsdp2`` each holds a share of weights, gradients and optimizer state, gathered for one forward and backward
+pass at a time. Checkpoints hold whole tensors either way, so any number of processes can go on with them.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 T = TypeVar("T")
 
@@ -46,22 +49,21 @@ class Group:
         return list(batches[self.rank : even : self.size])
 
     def sum_gradients(self, parameters: list[nn.Parameter], counts: list[float]) -> list[float]:
-        """Sum gradients in place, and some counts, over all processes; returns the counts."""
+        """Sum gradients in place, and some counts, over all processes; returns the counts.
+
+        Shares of a gradient were summed by the backward pass already.
+        """
         if self.size == 1:
             return counts
-        device = parameters[0].device
-        flat = [torch.tensor(counts, dtype=torch.float64, device=device)]
-        dist.all_reduce(flat[0])
+        total = torch.tensor(counts, dtype=torch.float64, device=parameters[0].device)
+        dist.all_reduce(total)
         for p in parameters:
+            if isinstance(p, DTensor):
+                continue
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        buffer = torch.cat([p.grad.flatten() for p in parameters])
-        dist.all_reduce(buffer)
-        at = 0
-        for p in parameters:
-            p.grad.copy_(buffer[at : at + p.numel()].view_as(p))
-            at += p.numel()
-        return flat[0].tolist()
+            dist.all_reduce(p.grad)
+        return total.tolist()
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Sum of a tensor over all processes."""
@@ -81,6 +83,60 @@ class Group:
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
+
+
+def shard(model: nn.Module, device: torch.device, group: Group) -> None:
+    """Keep a share of every trained parameter in this process (FSDP2). Frozen ones stay whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(
+        model,
+        mesh=init_device_mesh(device.type, (group.size,)),
+        # The steps of one forward pass use the same weights many times: gather them once.
+        reshard_after_forward=False,
+        ignored_params={p for p in model.parameters() if not p.requires_grad},
+    )
+    # Gradients are sums over rows; they are divided once, by the rows of all processes.
+    model.set_gradient_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)
+
+
+def sum_after_backward(model: nn.Module, last: bool) -> None:
+    """Of several batches in one step, let only the last one's backward pass sum gradients."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        model.set_is_last_backward(last)
+
+
+def release(model: nn.Module) -> None:
+    """Forget weights gathered for a forward pass that no backward pass followed."""
+    if hasattr(model, "reshard"):
+        model.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's share of a tensor, sharing memory; all of one that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor; every process must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, pattern: Tensor) -> Tensor:
+    """A whole tensor, sharded as ``pattern`` is if they have the same shape."""
+    if not isinstance(pattern, DTensor) or tensor.shape != pattern.shape:
+        return tensor
+    tensor = tensor.to(pattern.device)
+    return distribute_tensor(tensor, pattern.device_mesh, pattern.placements, src_data_rank=None)
+
+
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """State of a model with whole tensors; every process must ask."""
+    return {name: whole(value) for name, value in model.state_dict().items()}
 
 
 def join(timeout_s: float = 600.0) -> Group:

@@ -7,9 +7,9 @@ Shapes: n rows, A captured states a row, H hidden size, K draft tokens.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from .batch import Batch
     from .model import DraftConfig
+
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -72,6 +75,14 @@ class Drafter(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     # -- forward
+
+    def forward(self, work: Callable[[], T]) -> T:
+        """Do some work that uses the parameters.
+
+        Sharded parameters are gathered before one forward pass of the module and released later, so all that
+        uses them is one call: every step, and the head inside the loss.
+        """
+        return work()
 
     def chains(self, batch: Batch, steps: int) -> Chains:
         """Yield step 0, 1, .. of all supervised rows.

@@ -19,7 +19,7 @@ from specdec_tap.errors import SpecdecTapError
 from .batch import Batch
 from .checkpoint import LoopState
 from .config import TrainConfig
-from .distributed import Group
+from .distributed import Group, sum_after_backward
 from .evaluate import Evaluation
 from .objective import Objective, Sums
 from .optim import Optimizers, WeightAverage, clip_gradients, lr_factor
@@ -94,7 +94,7 @@ def train(
     objective.model.train()
     window = Window.of(objective.steps)
     session_start, elapsed_before = time.perf_counter(), state.elapsed
-    last_save = session_start
+    last_save = state.elapsed
     with _stop_signal() as stop:
         while not finished(config, state):
             per_epoch, batches = hooks.epoch_batches(state.epoch, state.batch, stop)
@@ -131,9 +131,10 @@ def train(
                     _evaluate(config, hooks, state)
 
                 # Every save_interval seconds, on Ctrl-C, or at the end of a bounded run: a checkpoint.
-                if asked_to_stop or time.perf_counter() - last_save > config.save_interval:
+                # Seconds are those that all processes share: saving sharded weights takes all of them.
+                if asked_to_stop or state.elapsed - last_save > config.save_interval:
                     hooks.save(state)
-                    last_save = time.perf_counter()
+                    last_save = state.elapsed
                 if asked_to_stop:
                     raise StopRequested
                 if finished(config, state):
@@ -171,7 +172,8 @@ def train_step(
     weight = torch.zeros((), dtype=torch.float64)
     rows = 0
     bad = None
-    for batch in batches:
+    for i, batch in enumerate(batches):
+        sum_after_backward(objective.model, i == len(batches) - 1)
         batch = batch.to(device)
         sums = objective.loss(batch, generator)
         if not bool(torch.isfinite(sums.total)):

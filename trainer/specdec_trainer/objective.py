@@ -113,13 +113,23 @@ class Eagle3Objective:
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Sums:
         """Loss of one batch with its gradient graph."""
-        return self._run(batch, self.steps, generator, None)
+        return self._pass(batch, self.steps, generator, None)
 
     @torch.no_grad()
     def matches(self, batch: Batch, steps: int) -> tuple[Tensor, Sums]:
         """Where the greedy draft token of each step is the target's, bool ``[N, steps]``, and the sums."""
         table = torch.zeros(batch.num_supervised, steps, dtype=torch.bool, device=batch.rows.device)
-        return table, self._run(batch, steps, None, table)
+        return table, self._pass(batch, steps, None, table)
+
+    def _pass(
+        self, batch: Batch, steps: int, generator: torch.Generator | None, table: Tensor | None
+    ) -> Sums:
+        def work() -> tuple[Tensor, ...]:
+            # A plain tuple, so that hooks on the module's output find its tensors.
+            sums = self._run(batch, steps, generator, table)
+            return sums.total, sums.loss, sums.correct, sums.count, sums.lost
+
+        return Sums(*self.model(work))
 
     def _run(self, batch: Batch, steps: int, generator: torch.Generator | None, table: Tensor | None) -> Sums:
         device = batch.rows.device

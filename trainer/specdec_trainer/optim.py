@@ -6,9 +6,13 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from specdec_tap.errors import ConfigError
+
+from .distributed import like, local
 
 
 class Optimizers:
@@ -84,9 +88,14 @@ class Optimizers:
 
 def clip_gradients(parameters: list[nn.Parameter], largest: float) -> Tensor:
     """Scale all gradients so that their joint norm is at most ``largest``; returns the norm before (a
-    tensor)."""
-    grads = [p.grad for p in parameters if p.grad is not None]
+    tensor). Every process that holds a share of them must ask."""
+    present = [p.grad for p in parameters if p.grad is not None]
+    grads = [local(g) for g in present]
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+    if any(isinstance(g, DTensor) for g in present):
+        square = norm.square()
+        dist.all_reduce(square)
+        norm = square.sqrt()
     if largest > 0:
         scale = (largest / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, scale)
@@ -118,18 +127,21 @@ class WeightAverage:
     def __init__(self, parameters: list[nn.Parameter], decay: float) -> None:
         self.parameters, self.decay, self.updates = parameters, decay, 0
         self.shadow = [p.detach().clone() for p in parameters]
+        """As sharded as the weights are."""
 
     def update(self) -> None:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(self.shadow, [p.detach() for p in self.parameters], 1.0 - decay)
+        live = [local(p.detach()) for p in self.parameters]
+        torch._foreach_lerp_([local(s) for s in self.shadow], live, 1.0 - decay)
 
     def swap(self) -> None:
         """Exchange the live weights with the average; call again to exchange back."""
         for p, s in zip(self.parameters, self.shadow, strict=True):
-            live = p.detach().clone()
-            p.data.copy_(s)
-            s.copy_(live)
+            mine, other = local(p.detach()), local(s)
+            live = mine.clone()
+            mine.copy_(other)
+            other.copy_(live)
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates, "shadow": self.shadow}
@@ -137,4 +149,4 @@ class WeightAverage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.updates = int(state["updates"])
         for mine, theirs in zip(self.shadow, state["shadow"], strict=True):
-            mine.copy_(theirs)
+            local(mine).copy_(local(like(theirs, mine)))

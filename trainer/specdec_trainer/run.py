@@ -19,7 +19,7 @@ from specdec_tap.errors import ConfigError, InputError
 from specdec_tap.target import Target, load_target
 
 from . import build as building
-from . import checkpoint, data, follow, inputs, runlog, start
+from . import checkpoint, data, distributed, follow, inputs, runlog, start
 from .algorithms import ALGORITHMS
 from .batch import Batch
 from .card import model_card
@@ -189,6 +189,8 @@ def _run(
         f"parameters trained; draft vocabulary {size:,} of {target.vocab_size:,} (covers {coverage:.2%} of "
         f"training tokens), loss over {facts['loss_vocab_size']:,} of them"
     )
+    if config.sharding == "fsdp2" and group.size > 1:
+        distributed.shard(objective.model, device, group)
     optimizers = Optimizers(
         objective.model, name=config.optimizer, lr=config.lr, adamw_lr=config.adamw_lr,
         weight_decay=config.weight_decay, adamw_weight_decay=config.adamw_weight_decay,
@@ -197,13 +199,16 @@ def _run(
     average = WeightAverage(optimizers.parameters, config.ema) if config.ema else None
     generator = torch.Generator().manual_seed(config.seed * 1000 + group.rank)
     shared = {"draft": json.loads(json.dumps(dataclasses.asdict(draft))), "optimizer": config.optimizer,
-              "seed": config.seed, "batch_tokens": config.batch_tokens, "processes": group.size}  # fmt: skip
-    state = LoopState()
+              "seed": config.seed, "batch_tokens": config.batch_tokens}  # fmt: skip
+    state = LoopState(processes=group.size)
     torch.manual_seed(config.seed + group.rank)
 
     folder = out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     if checkpoints:
         state = checkpoint.load(checkpoints[0], objective.model, optimizers, average, generator, shared)
+        if checkpoint.regroup(state, group.size) or group.rank:
+            # The file holds the first process's generator.
+            generator.manual_seed((config.seed * 1000 + group.rank) * 1_000_003 + state.step)
         say(f"resumed from step {state.step:,} ({checkpoints[0].name})")
     log = None
     if group.first:
@@ -237,9 +242,10 @@ def _run(
         seconds = time.perf_counter() - started
     speed = (state.tokens - tokens_before) / max(1e-9, seconds)
     drafter = folder / "drafter"
+    missing = group.failures(group.first and not drafter.exists())
+    if missing:
+        session.export(state, None)
     if group.first:
-        if not drafter.exists():
-            session.export(state, None)
         if log is not None:
             log.write("end", step=state.step, tokens=state.tokens, seconds=state.elapsed, tokens_per_s=speed,
                       best=state.best, best_step=state.best_step, interrupted=interrupted,
@@ -358,6 +364,7 @@ class _Session:
                 self.objective, remembering(), steps=steps, draft_tokens=self.config.eval_draft_tokens
             )
         finally:
+            distributed.release(self.objective.model)
             if self.average is not None:
                 self.average.swap()
 
@@ -381,31 +388,32 @@ class _Session:
         self.log.scalars(values["step"], scalars)
 
     def save(self, state: LoopState) -> None:
-        if not self.group.first:
-            return
         state.known = dict(self.used)
         folder = self.folder / "checkpoints"
         path = folder / checkpoint.name_for(state.step)
         checkpoint.save(
-            path, self.objective.model, self.optimizers, self.average, self.generator, state, self.shared
-        )
-        checkpoint.prune(folder, self.config.keep_checkpoints)
+            path, self.objective.model, self.optimizers, self.average, self.generator, state, self.shared,
+            write=self.group.first,
+        )  # fmt: skip
+        if self.group.first:
+            checkpoint.prune(folder, self.config.keep_checkpoints)
 
     def saved_best(self, state: LoopState, evaluation: Evaluation) -> None:
         self.best = evaluation
         self.export(state, evaluation)
 
     def export(self, state: LoopState, evaluation: Evaluation | None) -> None:
-        """Write the drafter as it is now (its average, where one is kept)."""
-        if not self.group.first:
-            return
-        survey = self.survey if self.feed is None else self.feed.seen
-        card = model_card(self.config, self.facts, survey, state, evaluation, self.target_name)
+        """Write the drafter as it is now (its average, where one is kept); all processes call this."""
         if self.average is not None:
             self.average.swap()
         try:
-            export_drafter(self.objective.model, self.folder / "drafter", target=self.target, card=card,
-                           target_name=self.target_name, format=self.format,
+            weights = distributed.whole_state(self.objective.model)
+            if not self.group.first:
+                return
+            survey = self.survey if self.feed is None else self.feed.seen
+            card = model_card(self.config, self.facts, survey, state, evaluation, self.target_name)
+            export_drafter(building.plain_copy(self.objective.model, weights), self.folder / "drafter",
+                           target=self.target, card=card, target_name=self.target_name, format=self.format,
                            draft_tokens=self.config.eval_draft_tokens)  # fmt: skip
         finally:
             if self.average is not None:

@@ -4,6 +4,7 @@ in vain."""
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from specdec_trainer import checkpoint
+from specdec_trainer.checkpoint import LoopState
 from specdec_trainer.config import TrainConfig
 from specdec_trainer.distributed import Group
+from specdec_trainer.export import check_drafter
 from specdec_trainer.run import run
 from trainer_fakes import learnable_store, tiny_target
 
@@ -39,19 +42,26 @@ if os.environ["RANK"] == {stopped_rank!r}:
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=stop, daemon=True).start()
 result = run(TrainConfig(**{settings!r}), Path("shards"), out=Path({out!r}), target_path=Path({target!r}),
-             store=store, tensorboard=False)
+             store=store, tensorboard=False, resume={resume})
 sys.exit(3 if result.interrupted else 0)
 """
 
 
 def two_processes(
-    tmp_path: Path, target: Path, out: Path, settings: dict, *, broken_rank: str = "", stopped_rank: str = ""
+    tmp_path: Path,
+    target: Path,
+    out: Path,
+    settings: dict,
+    *,
+    broken_rank: str = "",
+    stopped_rank: str = "",
+    resume: bool = False,
 ) -> list[int]:
     """Exit codes of two ranks; whichever is still alive 20 s after the first failure is killed, as
     torchrun does."""
     code = WORKER.format(
         paths=[str(Path(__file__).parent)], target=str(target), out=str(out), settings=settings,
-        broken_rank=broken_rank, stopped_rank=stopped_rank,
+        broken_rank=broken_rank, stopped_rank=stopped_rank, resume=resume,
     )  # fmt: skip
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -75,20 +85,69 @@ def two_processes(
     return [p.returncode for p in ranks]
 
 
-def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
-    target = tiny_target(tmp_path / "m")
-    assert two_processes(tmp_path, target, tmp_path / "two", SETTINGS) == [0, 0]
-    run(
-        TrainConfig(**SETTINGS, accumulate=2), Path("shards"), out=tmp_path / "one", target_path=target,
-        store=learnable_store(target), tensorboard=False,
-    )  # fmt: skip
-    one, two = (
-        checkpoint.read(checkpoint.newest(tmp_path / n / "checkpoints")[0])[0] for n in ("one", "two")
-    )
-    for name, tensor in one.items():
-        if name.startswith("model."):
+def alone(target: Path, out: Path, *, resume: bool = False, **settings) -> LoopState:
+    return run(
+        TrainConfig(**settings), Path("shards"), out=out, target_path=target, store=learnable_store(target),
+        tensorboard=False, resume=resume,
+    ).state  # fmt: skip
+
+
+def newest(out: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    return checkpoint.read(checkpoint.newest(out / "checkpoints")[0])
+
+
+def assert_same_weights(out: Path, expected: Path) -> None:
+    got, want = newest(out)[0], newest(expected)[0]
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        if name.startswith(("model.", "average.")):
             # Newton-Schulz in bfloat16 turns the last bit of a sum into more.
-            torch.testing.assert_close(two[name], tensor, rtol=2e-2, atol=2e-3, msg=name)
+            torch.testing.assert_close(got[name], tensor, rtol=2e-2, atol=2e-3, msg=name)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path, sharding: str, optimizer: str) -> None:
+    """Accumulated over two batches each: gradients and counts are summed once a step."""
+    target = tiny_target(tmp_path / "m")
+    settings = {**SETTINGS, "max_steps": 3, "batch_tokens": 30, "optimizer": optimizer, "ema": 0.5,
+                "broken_keep": 1.0}  # fmt: skip
+    both = {**settings, "sharding": sharding, "accumulate": 2}
+    assert two_processes(tmp_path, target, tmp_path / "two", both) == [0, 0]
+    alone(target, tmp_path / "one", **settings, accumulate=4)
+    assert_same_weights(tmp_path / "two", tmp_path / "one")
+    assert check_drafter(tmp_path / "two" / "drafter") == []
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, sharding: str) -> None:
+    """Two processes, then one, then two again; weights and moments come through whole."""
+    target, out = tiny_target(tmp_path / "m"), tmp_path / "run"
+    settings = {**SETTINGS, "schedule": "constant", "sharding": sharding, "held_out": 0.2}
+    assert two_processes(tmp_path, target, out, settings | {"max_steps": 2}) == [0, 0]
+    before = newest(out)[0]
+    # No step: what is saved again is what was loaded.
+    shutil.copytree(out, tmp_path / "copy")
+    state = alone(target, tmp_path / "copy", **settings | {"max_steps": 2}, resume=True)
+    assert (state.step, state.processes) == (2, 1)
+    after = newest(tmp_path / "copy")[0]
+    for name, tensor in before.items():
+        if "generator" not in name:
+            assert torch.equal(after[name], tensor), name
+    state = alone(target, out, **settings | {"max_steps": 4}, resume=True)
+    assert state.step == 4
+    assert two_processes(tmp_path, target, out, settings | {"max_steps": 6}, resume=True) == [0, 0]
+    tensors, meta = newest(out)
+    assert meta["state"]["step"] == 6
+    assert meta["state"]["processes"] == 2
+    assert all(bool(torch.isfinite(t.float()).all()) for n, t in tensors.items() if n.startswith("model."))
+
+
+def test_the_place_in_a_pass_is_kept_with_another_number_of_processes() -> None:
+    state = LoopState(batch=5, processes=2)
+    assert checkpoint.regroup(state, 4)
+    assert (state.batch, state.processes) == (3, 4)  # 10 batches are done: 3 each, two are left out
+    assert not checkpoint.regroup(state, 4)
 
 
 def test_a_wish_to_stop_is_shared(tmp_path: Path) -> None:
