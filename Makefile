@@ -26,6 +26,7 @@ demo: setup
 	$(BIN)/specdec-tap demo $(ARGS)
 
 test: setup
+	bash packaging/setup-browser.sh $(VENV)
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: setup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -18,8 +19,10 @@ from specdec_tap.errors import InputError
 from specdec_tap.runlog import LOG_NAME, PREDICTIONS_NAME, Predictions
 
 from .errors import not_found
+from .sequence import draft_summary
 
 MAX_RUNS = 1000
+MAX_PREDICTED = 200
 MAX_LOG_BYTES = 1 << 30
 MAX_LINE_BYTES = 1 << 20
 MAX_EVALUATION_BYTES = 16 << 20
@@ -63,6 +66,7 @@ class Runs:
         self._lock = threading.Lock()
         self._logs: dict[str, _Log] = {}
         self._predictions: dict[str, tuple[tuple[int, int, int], Predictions]] = {}
+        self._predicted: dict[str, tuple[Predictions, list[dict[str, Any]]]] = {}
         self._evaluations: dict[Path, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {}
 
     # ---- where things are
@@ -159,7 +163,14 @@ class Runs:
             "provenance": _clean(_small_json(folder / "provenance.json")),
             "train": _series(log.train, TRAIN_SERIES, max_points),
             "eval": _series(log.evals, EVAL_SERIES, max_points),
+            **self._predicted_safely(name),
         }
+
+    def _predicted_safely(self, name: str) -> dict[str, Any]:
+        try:
+            return {"predicted_records": self.predicted_records(name), "predictions_problem": None}
+        except InputError as err:
+            return {"predicted_records": [], "predictions_problem": str(err)}
 
     def _log(self, name: str, folder: Path) -> _Log:
         with self._lock:
@@ -212,6 +223,34 @@ class Runs:
                 )
         return out
 
+    def predicted_records(self, name: str) -> list[dict[str, Any]]:
+        """How a run's drafter did on each record of its predictions, the worst first; empty without any.
+
+        Returns:
+            Per record ``record``, ``num_evaluated`` and ``num_correct`` (first draft position),
+            ``correct_fractions`` by draft position, ``simulated_acceptance_length``.
+
+        Raises:
+            InputError: The file is damaged.
+        """
+        if not _is_file(self._folder(name) / PREDICTIONS_NAME):
+            return []
+        predictions = self.predictions(name)
+        with self._lock:
+            known = self._predicted.get(name)
+        if known is not None and known[0] is predictions:
+            return known[1]
+        rows = []
+        for record in itertools.islice(predictions.records, MAX_PREDICTED):
+            found = predictions.get(record)
+            if found is not None:
+                rows.append({"record": record, **_told(draft_summary(found))})
+        rows = [row for row in rows if row["num_evaluated"]]
+        rows.sort(key=lambda row: row["simulated_acceptance_length"] or 1.0)
+        with self._lock:
+            self._predicted[name] = (predictions, rows)
+        return rows
+
     def predictions(self, name: str) -> Predictions:
         """The predictions of a run; its index is kept until the file changes."""
         path = self._folder(name) / PREDICTIONS_NAME
@@ -254,6 +293,16 @@ class Runs:
                 run = inside.parts[0] if len(inside.parts) > 1 else None
                 out.append({"name": name, "run": run, "updated_unix_s": info.st_mtime, **evaluation})
         return sorted(out, key=lambda e: e["updated_unix_s"], reverse=True)[:MAX_EVALUATIONS]
+
+
+def _told(summary: dict[str, Any]) -> dict[str, Any]:
+    rounds, accepted = summary["num_rounds"], summary["num_accepted"]
+    return {
+        "num_evaluated": summary["positions"][0]["num_evaluated"],
+        "num_correct": summary["positions"][0]["num_correct"],
+        "correct_fractions": [position["correct_fraction"] for position in summary["positions"]],
+        "simulated_acceptance_length": (rounds + accepted) / rounds if rounds else None,
+    }
 
 
 def _json_files(root: Path) -> Iterator[Path]:

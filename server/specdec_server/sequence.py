@@ -68,7 +68,7 @@ def sequence(
         context = record.token_ids[max(0, start - CONTEXT_TOKENS) : start].tolist()
         texts = [visible(text) for text in token_texts(decode, ids, context)]
     drafts = _drafts(predictions, start, stop)
-    accepted = {} if predictions is None else accepted_tokens(predictions)
+    accepted = {} if predictions is None else simulate(predictions)[0]
     tokens = []
     for i, position in enumerate(range(start, stop)):
         tokens.append(
@@ -109,22 +109,24 @@ def _drafts(
     return out
 
 
-def accepted_tokens(predictions: RecordPredictions) -> dict[int, bool]:
+def simulate(predictions: RecordPredictions) -> tuple[dict[int, bool], int]:
     """Walk a record as a greedy server would: draft, keep the right tokens, add the target's own one.
 
     Returns:
         Token position to whether it was an accepted draft (True) or cost a step of the target (False), for
-        every token that was evaluated at draft position 1. Where a chain runs into a token that was not
-        evaluated, it ends.
+        every token that was evaluated at draft position 1; and the number of rounds, the last one included
+        when the record ends in the middle of it. Where a chain runs into a token that was not evaluated, it
+        ends.
     """
     first = predictions.first_position
     out: dict[int, bool] = {}
-    at, end = 0, predictions.num_tokens
+    at, end, rounds = 0, predictions.num_tokens, 0
     while at < end:
         if predictions.steps[0].correct[at] is None:
             at += 1
             continue
         length = 0
+        rounds += 1
         for k, step in enumerate(predictions.steps):
             if at + k >= end or step.correct[at + k] != 1:
                 break
@@ -134,7 +136,7 @@ def accepted_tokens(predictions: RecordPredictions) -> dict[int, bool]:
         if at + length < end and predictions.steps[0].correct[at + length] is not None:
             out[first + at + length] = False
         at += length + 1
-    return out
+    return out, rounds
 
 
 def draft_summary(predictions: RecordPredictions, worst: int = 8) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def draft_summary(predictions: RecordPredictions, worst: int = 8) -> dict[str, A
         ``misses``: the longest stretches of tokens that the first draft position got wrong, longest first;
         ``num_rounds`` and ``num_accepted`` of a greedy server that drafts this far.
     """
-    fates = accepted_tokens(predictions)
+    fates, rounds = simulate(predictions)
     positions = []
     for step in predictions.steps:
         known = [c for c in step.correct if c is not None]
@@ -165,7 +167,7 @@ def draft_summary(predictions: RecordPredictions, worst: int = 8) -> dict[str, A
     return {
         "positions": positions,
         "num_accepted": sum(fates.values()),
-        "num_rounds": len(fates) - sum(fates.values()),
+        "num_rounds": rounds,
         "misses": [{"start": first + a, "stop": first + b} for a, b in runs[:worst] if b - a > 1],
     }
 

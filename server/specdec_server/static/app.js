@@ -88,6 +88,10 @@
 
   const charts = new Map();
   const WHOLE = [1, 2, 5].flatMap((n) => Array.from({ length: 10 }, (_, i) => n * 10 ** i)).sort((a, b) => a - b);
+  const clock = (unixS) => {
+    const at = new Date(unixS * 1000);
+    return [at.getHours(), at.getMinutes(), at.getSeconds()].map((n) => String(n).padStart(2, "0")).join(":");
+  };
   const newest = (plot) => plot.setLegend({ idx: plot.data[0].length - 1 });
 
   // Draw or update a chart. `series`: [{label, values, color, dots, thin, format}], all over the same x.
@@ -126,7 +130,7 @@
       legend: { show: true, live: true },
       scales: { x: { time: Boolean(options.time) }, y: { range: (u, low, high) => range(low, high, options) } },
       axes: [
-        { ...axis, size: 24, space: 70, incrs: options.time ? undefined : WHOLE, values: options.time ? undefined : (u, ticks) => ticks.map((t) => fmt.exact(t)) },
+        { ...axis, size: 24, space: 70, incrs: options.time ? undefined : WHOLE, values: (u, ticks) => ticks.map((t) => (options.time ? clock(t) : fmt.exact(t))) },
         { ...axis, size: 58, space: 34, values: (u, ticks) => ticks.map((t) => format(t)) },
       ],
       series: [
@@ -182,7 +186,7 @@
       head.append(row([options.xLabel || (options.time ? "time" : "step"), ...series.map((s) => s.label)], "th"));
       const body = document.createElement("tbody");
       for (let i = x.length - 1; i >= 0 && i >= x.length - 100; i -= 1) {
-        const at = options.time ? new Date(x[i] * 1000).toLocaleTimeString() : fmt.exact(x[i]);
+        const at = options.time ? clock(x[i]) : fmt.exact(x[i]);
         body.append(row([at, ...series.map((s) => format(s.values[i]))], "td"));
       }
       table.append(head, body);

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serverkit import BLOCK, EVALUATION, ids_of, make_folder, make_header, put, put_target, write_run
+from helpers.serverkit import BLOCK, EVALUATION, ids_of, make_folder, make_header, put, put_target, write_run
 from specdec_server.app import create_app
 from specdec_server.errors import CODES
 from specdec_server.settings import Settings

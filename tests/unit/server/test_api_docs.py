@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from serverkit import make_folder
+from helpers.serverkit import make_folder
 from specdec_server.app import create_app
 from specdec_server.errors import CODES
 from specdec_server.settings import Settings

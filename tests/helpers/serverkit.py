@@ -1,13 +1,16 @@
-"""A folder of real shards with readable text, and a dashboard over it."""
+"""Folders that a dashboard is opened on: real shards with readable text, status files, logs of runs."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from specdec_tap.capture.ring import WORKER_COUNTERS, WRITER_COUNTERS
 from specdec_tap.shards import (
     BlockRef,
     Piece,
@@ -43,34 +46,38 @@ def byte_tokenizer() -> Tokenizer:
 
 
 TOKENIZER = byte_tokenizer()
+States = Callable[[np.ndarray, int, int], np.ndarray]
+"""(token ids, start, stop) to bfloat16 bits ``[3 aux layers and the final state, stop - start, H]``."""
 
 
-def ids_of(text: str) -> np.ndarray:
-    return np.array(TOKENIZER.encode(text).ids, np.int32)
+def ids_of(text: str | np.ndarray) -> np.ndarray:
+    return np.array(TOKENIZER.encode(text).ids, np.int32) if isinstance(text, str) else text
 
 
 def put(
     writer: ShardWriter,
-    prompt: str,
-    response: str,
+    prompt: str | np.ndarray,
+    response: str | np.ndarray,
     *,
     reuse: tuple[RecordMeta, int] | None = None,
     started: float = 1_796_045_800.0,
     request_id: str = "chatcmpl-1",
     gap: int = 0,
     lora: str | None = None,
+    states: States | None = None,
 ) -> RecordMeta:
     """Store one conversation.
 
     Args:
         writer: Of the stream.
-        prompt: Text of the prompt.
-        response: Text of the answer.
+        prompt: Text of the prompt, or token ids of another tokenizer.
+        response: Text of the answer, likewise.
         reuse: ``(record, tokens)``: its first tokens' states are taken from that record's blocks.
         started: When the request came in.
         request_id: As the engine named it.
         gap: Leave the first so many positions without states.
         lora: Adapter.
+        states: Gives the states of rows ``[start, stop)`` of the token ids; random ones by default.
     """
     ids = np.concatenate([ids_of(prompt), ids_of(response)])
     num_prompt, rows = len(ids_of(prompt)), len(ids) - 1
@@ -91,7 +98,10 @@ def put(
     rng = np.random.default_rng(len(ids))
     for start in range(at, rows, BLOCK):
         stop = min(start + BLOCK, rows)
-        bits = rng.integers(0x3C00, 0x4200, (4, stop - start, header.hidden_size)).astype(np.uint16)
+        if states is None:
+            bits = rng.integers(0x3C00, 0x4200, (4, stop - start, header.hidden_size)).astype(np.uint16)
+        else:
+            bits = states(ids, start, stop)
         first = max(start, num_prompt - 1)
         final = bits[3, first - start :] if first < stop else None
         payload = encode_block(
@@ -177,3 +187,44 @@ EVALUATION = {
                  "acceptance_per_position": [0.4, 0.15, 0.05], "num_drafts": 5000},
     },
 }  # fmt: skip
+
+
+def status_json(
+    stream: str,
+    *,
+    worker: dict | None = None,
+    writer: dict | None = None,
+    dp_rank: int = 0,
+    age_s: float = 0.0,
+    **more: object,
+) -> dict:
+    """A status as the writer process writes it, with counters that were not given at 0."""
+    now = time.time()
+    return {
+        "stream": stream,
+        "pid": 4242,
+        "closed": False,
+        "started_unix_s": now - 100,
+        "updated_unix_s": now - age_s,
+        "worker": dict.fromkeys(WORKER_COUNTERS, 0) | (worker or {}),
+        "writer": dict.fromkeys(WRITER_COUNTERS, 0) | (writer or {}),
+        "live_requests": 0,
+        "ring_bytes": 1 << 26,
+        "ring_used_bytes": 0,
+        "disk_free_bytes": 50 * 10**9,
+        "last_error": None,
+        "engine": {"vllm": "0.32.0+cpu", "runner": "v1", "dp_rank": dp_rank},
+        "aux_layer_ids": [2, 4, 5],
+        **more,
+    }
+
+
+def write_status(root: Path, stream: str, **values: object) -> dict:
+    """Write the status file of a stream into a shards folder; returns what is in it."""
+    data = status_json(stream, **values)
+    folder = root / stream
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / ".status.tmp"
+    temporary.write_text(json.dumps(data))
+    temporary.replace(folder / ".status.json")
+    return data

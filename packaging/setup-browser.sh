@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Find or install the Chromium that the dashboard's tests click through. Never fails: without a browser those
+# tests are skipped and say so. CHROMIUM=/path/to/chrome names one that is not on PATH.
+#
+#   packaging/setup-browser.sh [VENV]
+set -u
+cd "$(dirname "$0")/.."
+venv=${1:-.venv}
+
+found() { "$venv/bin/python" tests/helpers/browser.py; }
+
+if path=$(found); then
+    echo "browser: $path"
+    exit 0
+fi
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "browser: installing Debian's chromium"
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get install -y -qq --no-install-recommends chromium >/dev/null 2>&1 ||
+        { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1
+fi
+if ! path=$(found); then
+    echo "browser: downloading Playwright's build"
+    timeout 300 "$venv/bin/python" -m playwright install chromium >/dev/null 2>&1
+fi
+if path=$(found); then
+    echo "browser: $path"
+else
+    echo "browser: none could be installed; the dashboard's page tests will be skipped" >&2
+fi
+exit 0
