@@ -69,6 +69,11 @@ class TapConfig:
     """Keep only response positions [a, b), counted from the first response token; None keeps all.
     The prompt's aux states are kept either way, since a drafter attends to them."""
 
+    given_answers: bool = False
+    """Take a request's prompt for a whole conversation: its answers lie at the token ranges in
+    ``specdec_tap_spans`` of ``vllm_xargs`` (``"10-40,60-90"``), and what is sampled after it is left out.
+    This is how ``specdec-tap extract`` captures answers that somebody else wrote; no server needs it."""
+
     ring_bytes: int = 0
     """Size of the shared-memory ring between worker and writer; 0 sizes it to four of the largest
     steps that the scheduler can make, at least 64 MiB."""

@@ -64,6 +64,9 @@ class NewRequest:
         sampling: Facts worth keeping: temperature, top_p, seed and so on.
         lora: Adapter name, or None.
         salt: Everything but token ids that vLLM's prefix cache keys on.
+        given_spans: Half-open response ranges inside the prompt, sorted and disjoint: the answers were given
+            and not sampled, and what the engine samples after the prompt is no part of the record. Empty: an
+            ordinary request.
     """
 
     handle: int
@@ -74,6 +77,7 @@ class NewRequest:
     sampling: dict[str, Any] = field(default_factory=dict)
     lora: str | None = None
     salt: bytes = b""
+    given_spans: tuple[tuple[int, int], ...] = ()
 
 
 class _Block:
@@ -208,6 +212,9 @@ class Assembler:
         a, b = self._window or (0, 1 << 40)
         start = 0 if self._final_scope == "all" else max(prompt - 1, 0) + a
         stop = max(prompt - 1, 0) + b
+        if new.given_spans:
+            start = 0 if self._final_scope == "all" else max(new.given_spans[0][0] - 1, 0)
+            stop = prompt - 1
         if self._final_scope == "none":
             start = stop
         self._live[new.handle] = _Sequence(new, start, stop)
@@ -510,7 +517,8 @@ class Assembler:
         length = min(seq.length, seq.row_limit + 1)
         rows = min(length - 1, seq.next_position)
         length = min(length, rows + 1)  # an interrupted prefill: only the tokens that were fed
-        if rows < 1 or length <= prompt_len:
+        given = seq.new.given_spans
+        if rows < 1 or (length < prompt_len if given else length <= prompt_len):
             return self.drop(handle, "skipped_empty")
         if not self._min_tokens <= length <= self._max_tokens:
             return self.drop(handle, "skipped_length")
@@ -535,19 +543,19 @@ class Assembler:
             reused = sum(p.row_stop - p.row_start for p in pieces if p.block not in own_refs)
             if not pieces:
                 return self.drop(handle, "skipped_empty")
-            spans = [Span(0, prompt_len, "prompt")] if prompt_len else []
-            spans.append(Span(prompt_len, length, "response"))
+            spans = _spans(given or ((prompt_len, length),), length)
             self._sink.put_record(
                 RecordMeta(
                     request_id=seq.new.request_id,
                     token_ids=seq.tokens[:length].copy(),
-                    spans=tuple(spans),
+                    spans=spans,
                     pieces=tuple(pieces),
-                    finish_reason=reason,
+                    finish_reason="stop" if given else reason,
                     started_unix_s=seq.started,
                     finished_unix_s=time.time(),
                     sampling=dict(seq.new.sampling),
                     lora=seq.new.lora,
+                    flags=("given_answers",) if given else (),
                 )
             )
         except SinkError:
@@ -559,7 +567,7 @@ class Assembler:
             return self.drop(handle, "dropped_internal")
         self._count("requests_sealed", 1)
         self._count("tokens", length)
-        self._count("response_tokens", length - prompt_len)
+        self._count("response_tokens", sum(s.stop - s.start for s in spans if s.kind == "response"))
         self._count("rows_stored", held - reused)
         self._count("rows_reused", reused)
         self._count("gap_rows", rows - held)
@@ -570,6 +578,19 @@ class Assembler:
     def _parts(self, seq: _Sequence) -> Iterator[_Part]:
         own = [(block, block.start, 0, rows) for block, rows in seq.own]
         return iter(sorted([*seq.parts, *own], key=lambda part: part[1]))
+
+
+def _spans(responses: tuple[tuple[int, int], ...], length: int) -> tuple[Span, ...]:
+    """Response spans with prompt spans between them, over all of ``[0, length)``."""
+    spans, at = [], 0
+    for start, stop in responses:
+        if start > at:
+            spans.append(Span(at, start, "prompt"))
+        spans.append(Span(start, stop, "response"))
+        at = stop
+    if at < length:
+        spans.append(Span(at, length, "prompt"))
+    return tuple(spans)
 
 
 def _clip(part: _Part, low: int, high: int) -> _Part | None:

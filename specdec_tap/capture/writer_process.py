@@ -185,6 +185,7 @@ class Writer:
                 sampling=new["sampling"],
                 lora=new["lora"],
                 salt=new["salt"].encode("utf-8", "surrogatepass"),
+                given_spans=tuple((int(a), int(b)) for a, b in new["given_spans"]),
             )
         )
 

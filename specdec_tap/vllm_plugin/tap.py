@@ -38,7 +38,27 @@ MAX_FAILURES = 20
 SILENT_REQUESTS = 32
 """After so many finished requests without a single captured step, something is wrong."""
 WARMUP_PREFIXES = ("_warmup_", "_v2_mixed_warmup")
+GIVEN_SPANS_KEY = "specdec_tap_spans"
 SAMPLING_FACTS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+
+
+def parse_spans(text: str, num_tokens: int) -> list[tuple[int, int]]:
+    """Response ranges of a request whose answers are in its prompt.
+
+    Raises:
+        ValueError: They are not sorted, disjoint, and inside ``[1, num_tokens]``.
+
+    Example:
+        >>> parse_spans("10-40,60-90", 90)
+        [(10, 40), (60, 90)]
+    """
+    spans = [(int(a), int(b)) for a, _, b in (part.partition("-") for part in text.split(","))]
+    edges = [0, *(edge for span in spans for edge in span)]
+    if edges != sorted(edges) or spans[0][0] < 1 or edges[-1] > num_tokens:
+        raise ValueError(f"{text[:80]!r} are no ranges of {num_tokens:,} tokens")
+    if any(a == b for a, b in spans):
+        raise ValueError(f"{text[:80]!r} holds an empty range")
+    return spans
 
 
 @dataclass(slots=True)
@@ -270,6 +290,12 @@ class Tap:
     def _introduce(self, new: Any) -> str | None:
         """Send a request's facts to the writer; return the counter of why it could not, or None."""
         params, prompt = new.sampling_params, new.prompt_token_ids
+        given: list[tuple[int, int]] = []
+        if self.config.given_answers and (text := (params.extra_args or {}).get(GIVEN_SPANS_KEY)):
+            try:
+                given = parse_spans(str(text), len(prompt))
+            except ValueError:
+                return "skipped_unsupported"
         stops = set(params.stop_token_ids or ())
         if params.eos_token_id is not None:
             stops.add(params.eos_token_id)
@@ -297,6 +323,7 @@ class Tap:
                 key: value for key in SAMPLING_FACTS if (value := getattr(params, key, None)) is not None
             },
             "lora": None if lora is None else str(lora.lora_name)[:256],
+            "given_spans": given,
             # Two adapters may have had one name at different times.
             "salt": "" if lora is None else f"{lora.lora_int_id} {lora.lora_name} {lora.lora_path}"[:4096],
         }

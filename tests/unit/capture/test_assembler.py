@@ -399,3 +399,55 @@ def test_buffers_are_used_again():
     for handle in range(1, 50):
         run.one(handle, PROMPT[: 1 + handle % 40], [0, 1, 2])
     assert len(run.assembler._spare) == 1
+
+
+def given_run(tokens: list[int], spans: tuple[tuple[int, int], ...], *, chunk: int = 30, **settings: object):
+    """One conversation whose answers are in its prompt, fed in chunks; returns the record and the sink."""
+    sink, counts = ListSink(), Counter()
+    assembler = Assembler(
+        sink, num_layers=NUM_AUX + 1, hidden_size=HIDDEN, dtype="bfloat16",
+        count=lambda name, n: counts.update({name: n}), block_tokens=16, **settings,
+    )  # fmt: skip
+    prompt = np.array(tokens, np.int32)
+    assembler.on_new(NewRequest(handle=1, request_id="1", prompt_token_ids=prompt, given_spans=spans))
+    states = rows_of(tokens, None)
+    for low in range(0, len(tokens), chunk):
+        high = min(low + chunk, len(tokens))
+        assembler.on_step(
+            np.array([1], np.uint64), np.array([0, high - low], np.int32), np.arange(low, high),
+            prompt[low:high], states[:, low:high], np.array([[7]], np.int32),
+            np.array([int(high == len(tokens))], np.int32),
+        )  # fmt: skip
+    assembler.on_finish(1)
+    return sink.records[0] if sink.records else None, sink, counts
+
+
+def test_given_answers_become_response_spans_and_the_sampled_token_is_left_out() -> None:
+    tokens = list(range(1, 90))
+    spans = ((20, 35), (60, 89))
+    record, sink, counts = given_run([t % VOCAB for t in tokens], spans)
+    assert [(s.start, s.stop, s.kind) for s in record.spans] == [
+        (0, 20, "prompt"), (20, 35, "response"), (35, 60, "prompt"), (60, 89, "response"),
+    ]  # fmt: skip
+    assert record.token_ids.tolist() == [t % VOCAB for t in tokens]
+    assert record.flags == ("given_answers",)
+    aux, final = check_record(record, sink, None)
+    assert aux == set(range(88))
+    assert final >= {*range(19, 34), *range(59, 88)}
+    assert counts["response_tokens"] == 44
+
+
+def test_an_interrupted_conversation_with_given_answers_is_not_kept() -> None:
+    sink, counts = ListSink(), Counter()
+    assembler = Assembler(
+        sink, num_layers=NUM_AUX + 1, hidden_size=HIDDEN, dtype="bfloat16",
+        count=lambda name, n: counts.update({name: n}),
+    )  # fmt: skip
+    prompt = np.arange(40, dtype=np.int32) % VOCAB
+    assembler.on_new(NewRequest(handle=1, request_id="1", prompt_token_ids=prompt, given_spans=((5, 40),)))
+    assembler.on_step(
+        np.array([1], np.uint64), np.array([0, 20], np.int32), np.arange(20), prompt[:20],
+        rows_of(prompt.tolist(), None)[:, :20], np.array([[-1]], np.int32), np.array([0], np.int32),
+    )  # fmt: skip
+    assembler.on_end()
+    assert not sink.records and counts["skipped_empty"] == 1

@@ -17,6 +17,7 @@ from helpers.fake_engine import NUM_AUX, FakeRunner, make_tap, new_request, sche
 
 from specdec_tap import open_shards
 from specdec_tap.errors import ConfigError
+from specdec_tap.vllm_plugin.tap import parse_spans
 
 HIDDEN = 16
 V1 = FakeRunner("v1", HIDDEN)
@@ -466,3 +467,26 @@ def test_nothing_grows_with_the_number_of_requests(start):
     status = tap.status()
     assert status["known_requests"] == status["live_requests"] == status["backlog_messages"] == 0
     assert counts(tap)["requests_sealed"] == 300
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_given_answers_are_read_only_where_the_setting_says_so(start, tmp_path, given):
+    tap = start(given_answers=given)
+    one_request(tap, V1, prompt=(1, 2, 3, 4), response=(9,), extra_args={"specdec_tap_spans": "2-4"})
+    one_request(tap, V1, "odd", response=(9,), extra_args={"specdec_tap_spans": "2-99"})
+    tap.channel.finish()
+    record, *others = open_shards(tmp_path / "shards")
+    if given:
+        assert record.token_ids.tolist() == [1, 2, 3, 4] and record.num_rows == 3
+        assert [(s.start, s.stop) for s in record.spans if s.kind == "response"] == [(2, 4)]
+        assert record.final_span == [(1, 3)]
+        assert not others and counts(tap)["skipped_unsupported"] == 1
+    else:
+        assert record.token_ids.tolist() == [1, 2, 3, 4, 9]
+        assert len(others) == 1
+
+
+@pytest.mark.parametrize("text", ["0-3", "3-2", "2-9", "1-2,2-2", "x", "2", "1-3,2-4", "-1-3"])
+def test_ranges_that_are_none_of_the_prompt_are_refused(text):
+    with pytest.raises(ValueError, match=r"."):
+        parse_spans(text, 8)
