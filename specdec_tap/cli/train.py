@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="train while the server is still capturing; ends on Ctrl-C, --time-limit or --follow-idle",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/<time>)")
+    parser.add_argument("--out", metavar="DIR", help="run folder, or its URL (default: runs/<time>)")
     parser.add_argument(
         "--target", type=Path, metavar="DIR", help="the target's checkpoint (default: SHARDS/target)"
     )

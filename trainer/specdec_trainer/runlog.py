@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +21,33 @@ import torch
 
 from specdec_tap._version import __version__
 
+from .trackers import Tracker
+
 LOG_FILE = "log.jsonl"
 
 
 class RunLog:
     """Appends lines and events; every line reaches the file at once, so a killed run keeps them."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool = True) -> None:
+    def __init__(self, folder: Path, trackers: Sequence[Tracker] = ()) -> None:
         self.folder = folder
         fd = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._file = os.fdopen(fd, "a", buffering=1, encoding="ascii")
-        self._events = None
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._events = SummaryWriter(str(folder / "tensorboard"))
-            except ImportError:
-                self.write("note", text="tensorboard is not installed; only log.jsonl is written")
+        self._trackers = trackers
 
     def write(self, kind: str, **values: Any) -> None:
         """One line."""
         self._file.write(json.dumps({"kind": kind, "time_unix_s": time.time(), **values}) + "\n")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """TensorBoard scalars of one step."""
-        if self._events is not None:
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step)
+        """Numbers of one step, for the trackers."""
+        for tracker in self._trackers:
+            tracker.scalars(step, values)
 
     def close(self) -> None:
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
