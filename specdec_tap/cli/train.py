@@ -90,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
         e = result.evaluation
         print(
             f"held-out, greedy, {config.eval_draft_tokens} draft tokens: simulated acceptance length "
-            f"{e.simulated_acceptance_length:.3f}; accuracy by draft token "
-            + " / ".join(f"{a:.3f}" for a in e.accuracy)
+            f"{e.simulated_acceptance_length:.3f} ({e.sampled_acceptance_length:.3f} with the traffic's own "
+            "sampling); accuracy by draft token " + " / ".join(f"{a:.3f}" for a in e.accuracy)
         )
     print(f"{result.state.tokens:,} tokens at {result.tokens_per_s:,.0f} tokens/s")
     print(f"drafter: {result.drafter}")

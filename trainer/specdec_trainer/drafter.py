@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .loss import chunk_rows
+
 if TYPE_CHECKING:
     from .batch import Batch
     from .model import DraftConfig
@@ -152,7 +154,9 @@ class Drafter(nn.Module):
 
     def best(self, hidden: Tensor) -> Tensor:
         """Target ids of the head's first choices for states ``[n, H]``."""
-        return self.target_ids((hidden @ self.lm_head.weight.to(hidden.dtype).T).argmax(-1))
+        rows = self.lm_head.weight.to(hidden.dtype).T
+        parts = hidden.split(chunk_rows(rows.shape[1]))
+        return self.target_ids(torch.cat([(part @ rows).argmax(-1) for part in parts]))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embedding rows ``[n, H]`` of target ids; the table is the target's and is not trained."""

@@ -1,5 +1,5 @@
-"""Held-out numbers: loss and accuracy by draft position, and the acceptance length a greedy server would
-see."""
+"""Held-out numbers: loss and accuracy by draft position, and the acceptance length a server would see, for
+greedy requests and for requests sampled like the captured ones."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ class Evaluation:
     """Draft tokens accepted by position in those rounds."""
     tokens: int
     """Rows read."""
+    sampled_drafts: int = 0
+    """Drafting rounds of the server that answers the captured traffic itself."""
+    sampled_accepted: tuple[int, ...] = ()
+    """Draft tokens accepted by position in those."""
 
     @property
     def accuracy(self) -> list[float]:
@@ -48,23 +52,28 @@ class Evaluation:
         """Tokens for each target step, the target's own one included."""
         return 1.0 + sum(self.accepted) / max(1, self.drafts)
 
+    @property
+    def sampled_acceptance_length(self) -> float:
+        """The same for the captured traffic, with the sampling that it had. Equal where it was greedy."""
+        return 1.0 + sum(self.sampled_accepted) / max(1, self.sampled_drafts)
+
     def as_dict(self) -> dict[str, object]:
         return {
             "loss": self.mean_loss,
             "accuracy": self.accuracy,
             "simulated_acceptance_length": self.simulated_acceptance_length,
             "simulated_acceptance_per_position": self.acceptance_per_position,
+            "sampled_acceptance_length": self.sampled_acceptance_length,
             "drafts": self.drafts,
             "rows": self.count[0] if self.count else 0,
         }
 
 
 def simulate(matches: np.ndarray, run_left: np.ndarray) -> tuple[int, np.ndarray]:
-    """Walk each supervised run as a greedy server does: draft, accept the right prefix, add the target's
-    token.
+    """Walk each supervised run as a server does: draft, accept the right prefix, add the target's token.
 
-    With greedy targets the walk is exact: a chain goes on only while its tokens are the true ones, which is
-    what teacher forcing fed.
+    The walk is exact where right means equal to the captured token: a chain goes on only while its tokens are
+    the true ones, which is what teacher forcing fed. For greedy traffic that is the target's first choice.
 
     Args:
         matches: Whether draft token k of each row is right, bool ``[N, K]``.
@@ -102,21 +111,23 @@ def evaluate(objective: Objective, batches: Iterable[Batch], *, steps: int, draf
     training = objective.model.training
     objective.model.eval()
     totals: list[Tensor] = [torch.zeros(steps, dtype=torch.float64) for _ in range(3)]
-    drafts, tokens = 0, 0
-    accepted = np.zeros(draft_tokens, dtype=np.int64)
+    tokens = 0
+    drafts = [0, 0]
+    accepted = np.zeros((2, draft_tokens), dtype=np.int64)
     try:
         for batch in batches:
-            table, sums = objective.matches(batch, steps)
+            tables, sums = objective.matches(batch, steps)
             for total, value in zip(totals, (sums.loss, sums.correct, sums.count), strict=True):
                 total += value.double().cpu()
-            rounds, got = simulate(table[:, :draft_tokens].cpu().numpy(), batch.run_left.cpu().numpy())
-            drafts += rounds
-            accepted += got
+            for kind, table in enumerate((tables.greedy, tables.traffic)):
+                rounds, got = simulate(table[:, :draft_tokens].cpu().numpy(), batch.run_left.cpu().numpy())
+                drafts[kind] += rounds
+                accepted[kind] += got
             tokens += batch.num_rows
     finally:
         objective.model.train(training)
     loss, correct, count = (t.tolist() for t in totals)
     return Evaluation(
         tuple(loss), tuple(int(c) for c in correct), tuple(int(c) for c in count),
-        drafts, tuple(int(a) for a in accepted), tokens,
+        drafts[0], tuple(accepted[0].tolist()), tokens, drafts[1], tuple(accepted[1].tolist()),
     )  # fmt: skip

@@ -35,6 +35,17 @@ class Sums:
     """Rows without loss because the draft vocabulary lacks the target's token."""
 
 
+@dataclass(slots=True)
+class Matches:
+    """Where the greedy draft token of each step is right, bool ``[supervised rows, steps]``."""
+
+    greedy: Tensor
+    """It is the target's most likely token: what a greedy request would accept."""
+    traffic: Tensor
+    """It is the token that the target generated: what a request sampled like the captured ones would accept,
+    since a server takes one draft token with the probability that the target gives it."""
+
+
 class Objective(Protocol):
     """A training algorithm, as the loop sees it."""
 
@@ -42,7 +53,7 @@ class Objective(Protocol):
     steps: int
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Sums: ...
-    def matches(self, batch: Batch, steps: int) -> tuple[Tensor, Sums]: ...
+    def matches(self, batch: Batch, steps: int) -> tuple[Matches, Sums]: ...
 
 
 class Eagle3Objective:
@@ -116,27 +127,30 @@ class Eagle3Objective:
         return self._pass(batch, self.steps, generator, None)
 
     @torch.no_grad()
-    def matches(self, batch: Batch, steps: int) -> tuple[Tensor, Sums]:
-        """Where the greedy draft token of each step is the target's, bool ``[N, steps]``, and the sums."""
-        table = torch.zeros(batch.num_supervised, steps, dtype=torch.bool, device=batch.rows.device)
-        return table, self._pass(batch, steps, None, table)
+    def matches(self, batch: Batch, steps: int) -> tuple[Matches, Sums]:
+        """Where the greedy draft token of each step is right, and the sums."""
+        shape = batch.num_supervised, steps
+        tables = Matches(*(torch.zeros(shape, dtype=torch.bool, device=batch.rows.device) for _ in range(2)))
+        return tables, self._pass(batch, steps, None, tables)
 
     def _pass(
-        self, batch: Batch, steps: int, generator: torch.Generator | None, table: Tensor | None
+        self, batch: Batch, steps: int, generator: torch.Generator | None, tables: Matches | None
     ) -> Sums:
         def work() -> tuple[Tensor, ...]:
             # A plain tuple, so that hooks on the module's output find its tensors.
-            sums = self._run(batch, steps, generator, table)
+            sums = self._run(batch, steps, generator, tables)
             return sums.total, sums.loss, sums.correct, sums.count, sums.lost
 
         return Sums(*self.model(work))
 
-    def _run(self, batch: Batch, steps: int, generator: torch.Generator | None, table: Tensor | None) -> Sums:
+    def _run(
+        self, batch: Batch, steps: int, generator: torch.Generator | None, tables: Matches | None
+    ) -> Sums:
         device = batch.rows.device
         model = self.model
         if self.noise and model.training:
             batch = _with_noise(batch, self.noise, generator)
-        head, centroid, best = self.teach(batch, training=table is None)
+        head, centroid, best = self.teach(batch, training=tables is None)
         dtype = wide(model.compute_dtype)
         total = torch.zeros((), device=device, dtype=dtype)
         sums = [torch.zeros(steps, device=device, dtype=dtype) for _ in range(4)]
@@ -160,8 +174,9 @@ class Eagle3Objective:
                 sums, (rows_loss * known, correct, torch.ones_like(known), ~known), strict=True
             ):
                 s[k] = value.sum()
-            if table is not None:
-                table[step.rows, k] = correct
+            if tables is not None:
+                tables.greedy[step.rows, k] = correct
+                tables.traffic[step.rows, k] = model.best(step.hidden) == batch.labels[source]
             keep = None
             if model.training and self.broken_keep < 1.0:
                 lucky = torch.rand(len(correct), generator=generator).to(device) < self.broken_keep

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from specdec_tap.errors import ConfigError, InputError
 from specdec_tap.runlog import MAX_DRAFT_TOKENS, PREDICTIONS_NAME
+from specdec_tap.shards.remote import is_url
 from specdec_tap.target import Target, load_target
 
 from . import build as building
@@ -29,9 +31,11 @@ from .distributed import Group, join, leave
 from .evaluate import Evaluation, evaluate
 from .export import export_drafter, lend_tables, load_drafter, target_ids_of
 from .loop import DivergedError, Hooks, LoopState, StopRequested, train
+from .mirror import Mirror
 from .objective import Eagle3Objective
 from .optim import Optimizers, WeightAverage
 from .predictions import write_predictions
+from .trackers import open_trackers
 
 
 @dataclass(slots=True)
@@ -49,9 +53,9 @@ class Result:
 
 def run(
     config: TrainConfig,
-    shards: Path,
+    shards: Path | str,
     *,
-    out: Path | None = None,
+    out: Path | str | None = None,
     target_path: Path | None = None,
     target_name: str | None = None,
     resume: bool = False,
@@ -66,8 +70,8 @@ def run(
 
     Args:
         config: Settings.
-        shards: Folder of shards.
-        out: Run folder; None makes ``runs/<time>``.
+        shards: Folder of shards, or its URL.
+        out: Run folder, or its URL; None makes ``runs/<time>``.
         target_path: Where the target's tensors are; None takes ``shards/target``.
         target_name: Written on the card.
         resume: Go on from the newest checkpoint in ``out``.
@@ -84,11 +88,16 @@ def run(
     """
     keep_freed_memory()
     group = join()
+    mirror = None
     try:
+        if out is not None and is_url(out):
+            mirror = open_mirror(str(out), resume, group)
+            say(f"run folder: {out}, written to {mirror.folder} first")
+            out = mirror.folder
         return _run(
             config,
             shards,
-            out,
+            None if out is None else Path(out),
             target_path,
             target_name,
             resume,
@@ -99,15 +108,30 @@ def run(
             group,
             tensorboard,
             live,
+            mirror,
         )
     finally:
+        if mirror is not None and group.first:
+            mirror.close()
         leave()
+
+
+def open_mirror(url: str, resume: bool, group: Group) -> Mirror:
+    """A run folder in a store, with a local copy for each machine."""
+    mirror = Mirror(url)
+    if group.local_rank == 0:
+        mirror.fetch(resume=resume)
+    group.barrier()
+    if group.first:
+        mirror.start()
+    return mirror
 
 
 def _run(
     config: TrainConfig, shards: Path, out: Path | None, target_path: Path | None, target_name: str | None,
     resume: bool, format: str, progress: Callable[[float, str], None], say: Callable[[str], None], store: Any,
     group: Group, tensorboard: bool, live: bool,
+    mirror: Mirror | None,
 ) -> Result:  # fmt: skip
     device = pick_device(config.device, group)
     if resume and out is None:
@@ -217,14 +241,15 @@ def _run(
         prepare_folder(folder, resume=resume)
         (folder / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n")
         (folder / "provenance.json").write_text(json.dumps(runlog.provenance(), indent=2) + "\n")
-        log = runlog.RunLog(folder, tensorboard=tensorboard)
+        names = (["tensorboard"] if tensorboard and find_spec("tensorboard") else []) + config.tracker_names
+        log = runlog.RunLog(folder, open_trackers(names, folder, config.as_dict()))
         log.write("start", settings=config.as_dict(), drafter=facts, shards=str(shards),
                   training=_counts(survey), held_out=_counts(held), resumed_step=state.step)  # fmt: skip
 
     session = _Session(
         config, objective, optimizers, average, generator, store, survey, held, folder, log, shared,
         group, target,
-        target_name, format, facts, progress, feed, state.elapsed,
+        target_name, format, facts, progress, feed, mirror, state.elapsed,
     )  # fmt: skip
     if feed is not None:
         session.used = dict(feed.cursors)
@@ -282,6 +307,7 @@ class _Session:
     facts: dict[str, Any]
     progress: Callable[[float, str], None]
     feed: follow.Feed | None = None
+    mirror: Mirror | None = None
     elapsed: float = 0.0
     """Seconds of training before this session."""
     used: follow.Cursors = field(default_factory=dict)
@@ -386,7 +412,7 @@ class _Session:
             for k, v in enumerate(values.get(name, [])):
                 if v is not None:
                     scalars[f"{kind}/{name}/draft_token_{k + 1}"] = v
-        for name in ("tokens_per_s", "simulated_acceptance_length", "data_wait"):
+        for name in ("tokens_per_s", "simulated_acceptance_length", "sampled_acceptance_length", "data_wait"):
             if name in values:
                 scalars[f"{kind}/{name}"] = values[name]
         self.log.scalars(values["step"], scalars)
@@ -401,6 +427,8 @@ class _Session:
         )  # fmt: skip
         if self.group.first:
             checkpoint.prune(folder, self.config.keep_checkpoints)
+        if self.mirror is not None:
+            self.mirror.changed()
 
     def saved_best(self, state: LoopState, evaluation: Evaluation) -> None:
         self.best = evaluation

@@ -9,6 +9,7 @@ import pytest
 import torch
 from reference import Reference, reference_loss
 from specdec_trainer.batch import pack
+from specdec_trainer.evaluate import evaluate
 from specdec_trainer.mla import LatentShape
 from specdec_trainer.objective import Eagle3Objective
 from trainer_fakes import make_document, make_parts
@@ -170,7 +171,7 @@ def test_broken_chains_can_be_dropped() -> None:
     rng = np.random.default_rng(9)
     batch = pack([make_document(rng, 200, list(range(200)))])
     objective = Eagle3Objective(parts.model, parts.teacher, steps=3, decay=1.0, broken_keep=0.0)
-    table, _ = objective.matches(batch, 3)
+    table = objective.matches(batch, 3)[0].greedy
     parts.model.train()
     sums = objective.loss(batch)
     alive = batch.run_left.numpy()[:, None] >= np.arange(3)
@@ -219,3 +220,23 @@ def test_loss_over_chosen_rows_equals_a_smaller_vocabulary() -> None:
     _, all_rows = part.matches(pack(packed_documents(np.random.default_rng(11))), 3)
     assert int(all_rows.lost.sum()) == 0
     assert int(want.lost.sum()) > 0
+
+
+def test_sampled_acceptance_counts_the_tokens_that_the_traffic_has() -> None:
+    """A run whose tokens are the drafter's own proposals is accepted whole, whatever the target prefers."""
+    parts = make_parts()
+    rng = np.random.default_rng(5)
+    rows, steps = 40, 3
+    document = make_document(rng, rows, list(range(rows)))
+    aux = document.aux.double()
+    for t in range(rows - 1):  # the token after row t is what the drafter proposes there
+        document.tokens[t + 1] = document.labels[t] = int(
+            parts.model.propose(aux[: t + 1], torch.from_numpy(document.tokens[: t + 1]), steps=1)[0]
+        )
+    objective = Eagle3Objective(parts.model, parts.teacher, steps=steps)
+    tables, _ = objective.matches(pack([document]), steps)
+    assert tables.traffic[: rows - 1, 0].all()
+    assert not tables.greedy[:, 0].all()
+    result = evaluate(objective, [pack([document])], steps=steps, draft_tokens=1)
+    assert result.sampled_acceptance_length > 1.9
+    assert result.simulated_acceptance_length < result.sampled_acceptance_length
