@@ -18,6 +18,7 @@ COMMANDS = {
         "the whole way on this machine: serve, capture, train, serve the drafter",
     ),
     "replay": ("specdec_tap.cli.replay", "send a jsonl of conversations to an OpenAI-compatible server"),
+    "extract": ("specdec_tap.cli.extract", "make shards from a jsonl of conversations, without a server"),
     "shards": ("specdec_tap.cli.shards", "list, summarise, verify and repair captured shards"),
     "status": ("specdec_tap.cli.status", "show what the capture of a running server is doing"),
     "pause": ("specdec_tap.cli.control", "stop capturing new requests on a running server"),

@@ -6,7 +6,8 @@ forward in that dtype, so that "equal" has a meaning that does not depend on the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,17 @@ def check_reference(
 class ReferenceModel:
     """A Hugging Face causal language model that gives every residual state and the post-norm final state."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, *, dtype: str = "float32", device: str = "cpu") -> None:
+        """Load the weights.
+
+        Args:
+            model_dir: A local Hugging Face directory.
+            dtype: To load in; ``states`` keeps a converted copy where it is asked for another.
+            device: A torch device.
+
+        Raises:
+            InputError: torch or transformers is missing, or the folder does not load.
+        """
         try:
             import torch
             import transformers
@@ -83,38 +94,49 @@ class ReferenceModel:
                 f"{str(model_dir)!r} is not a folder; --reference expects a Hugging Face model directory"
             )
         try:
-            self._model = transformers.AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
             ).eval()
+            self._models = {dtype: model.to(device)}
         except (OSError, ValueError, RuntimeError, KeyError) as err:
             raise InputError(f"{str(model_dir)!r} does not load as a Hugging Face model: {err}") from err
         self._torch = torch
+        self._device = device
 
-    def states(self, token_ids: np.ndarray, dtype: str) -> dict[Any, np.ndarray]:
+    def states(
+        self, token_ids: np.ndarray, dtype: str, only: Collection[Any] | None = None
+    ) -> dict[Any, np.ndarray]:
         """float32 [T - 1, H] by layer id (residual entering that layer; N is before the norm) and
-        ``"final"``."""
+        ``"final"``; with ``only``, of these alone."""
         torch = self._torch
-        model = self._model.to(getattr(torch, dtype))
+        model = self._in_dtype(dtype)
         base = getattr(model, model.base_model_prefix)
         norm = getattr(base, "norm", None) or getattr(base, "final_layernorm", None)
         before_norm: list[Any] = []
         hooks = []
         if norm is not None:
             hooks.append(norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0])))
-        ids = torch.from_numpy(token_ids[:-1].astype(np.int64))[None]
+        ids = torch.from_numpy(token_ids[:-1].astype(np.int64))[None].to(self._device)
         try:
             with torch.inference_mode():
                 out = base(input_ids=ids, output_hidden_states=True, use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
-        states: dict[Any, np.ndarray] = {
-            i: h[0].float().numpy() for i, h in enumerate(out.hidden_states[:-1])
-        }
+        found: dict[Any, Any] = dict(enumerate(out.hidden_states[:-1]))
         if before_norm:
-            states[len(out.hidden_states) - 1] = before_norm[-1][0].float().numpy()
-        states["final"] = out.last_hidden_state[0].float().numpy()
-        return states
+            found[len(out.hidden_states) - 1] = before_norm[-1]
+        found["final"] = out.last_hidden_state
+        return {k: h[0].float().cpu().numpy() for k, h in found.items() if only is None or k in only}
+
+    def _in_dtype(self, dtype: str) -> Any:
+        """The model with weights of a dtype; buffers, such as rope's frequencies, stay as they were made."""
+        if dtype not in self._models:
+            model = copy.deepcopy(next(iter(self._models.values())))
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(getattr(self._torch, dtype))
+            self._models[dtype] = model
+        return self._models[dtype]
 
 
 def _stored(record: Record) -> dict[str, tuple[Any, int, np.ndarray]]:

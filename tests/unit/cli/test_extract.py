@@ -1,0 +1,157 @@
+"""``specdec-tap extract`` with Hugging Face code; the vLLM side and their equality are in tests/e2e."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.tiny import make_llama
+
+from specdec_tap.cli import main
+from specdec_tap.conversations import ChatTokenizer, parse_chat, read_chats
+from specdec_tap.errors import InputError
+from specdec_tap.shards import open_shards
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+CHATS = [
+    [
+        ("system", "Be brief."),
+        ("user", "Hello"),
+        ("assistant", "Hi there!"),
+        ("user", "Bye"),
+        ("assistant", "Bye!"),
+    ],
+    [("user", "What is one and one?"), ("assistant", "Two, as far as I know. " * 4), ("user", "Sure?")],
+]
+
+
+def row(name: object, messages: list[tuple[str, str]]) -> dict:
+    return {"id": name, "messages": [{"role": r, "content": c} for r, c in messages]}
+
+
+def write_chats(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("extract") / "model", hidden_size=32, tied=False)
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    return write_chats(tmp_path / "chats.jsonl", [row(f"c{i}", chat) for i, chat in enumerate(CHATS)])
+
+
+def test_records_hold_the_models_states_and_the_answers_spans(model, chats, tmp_path, capsys) -> None:
+    shards = tmp_path / "shards"
+    assert main(["extract", str(model), str(chats), "--backend", "hf", "--out", str(shards)]) == 0
+    assert "2 conversations" in capsys.readouterr().out
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    with open_shards(shards) as store:
+        assert store.header.aux_layer_ids == (2, 4, 5) and store.header.dtype == "bfloat16"
+        first, second = store
+        texts = [
+            tokenizer.decode(first.token_ids[s.start : s.stop]) for s in first.spans if s.kind == "response"
+        ]
+        assert texts == ["Hi there!<|im_end|>", "Bye!<|im_end|>"]
+        assert second.spans[-1].kind == "response" and second.spans[-1].stop == second.num_tokens
+        for record in store:
+            with torch.inference_mode():
+                ids = torch.from_numpy(record.token_ids[:-1].astype(np.int64))[None]
+                out = loaded.model(ids, output_hidden_states=True, use_cache=False)
+            for slot, layer in enumerate((2, 4, 5)):
+                assert torch.equal(record.aux_torch()[:, slot], out.hidden_states[layer][0])
+            start, stop = record.final_span[0]
+            assert start == next(s.start for s in record.spans if s.kind == "response") - 1
+            assert torch.equal(record.final_torch(start, stop), out.last_hidden_state[0, start:stop])
+    assert main(["shards", "verify", str(shards), "--reference", str(model)]) == 0
+
+
+def test_resuming_adds_what_is_missing_and_nothing_twice(model, chats, tmp_path, capsys) -> None:
+    shards = str(tmp_path / "shards")
+    command = ["extract", str(model), str(chats), "--backend", "hf", "--out", shards]
+    assert main([*command, "--limit", "1"]) == 0
+    assert main(command) == 2
+    assert "holds 1 records already; pass --resume" in capsys.readouterr().err
+    assert main([*command, "--resume", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "done before": 1, "records": 1, "tokens": 132, "response tokens": 93,
+    }  # fmt: skip
+    with open_shards(shards) as store:
+        assert [r.meta.request_id for r in store] == ["c0", "c1"]
+
+
+def test_answers_of_replay_are_conversations(tmp_path: Path) -> None:
+    line = {"id": "a", "turns": ["One?", "Two?", "Three?"], "answers": ["1", "2"], "outcome": "too_long"}
+    (chat,) = read_chats(write_chats(tmp_path / "answers.jsonl", [line]))
+    assert [m["content"] for m in chat.messages] == ["One?", "1", "Two?", "2"]
+
+
+def test_what_cannot_be_extracted_is_counted(model, tmp_path, capsys) -> None:
+    long = row("long", [("user", "x"), ("assistant", "y" * 500)])
+    path = write_chats(tmp_path / "c.jsonl", [long, row("short", CHATS[0])])
+    command = ["extract", str(model), str(path), "--backend", "hf", "--out", str(tmp_path / "s")]
+    assert main([*command, "--max-length", "300", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["left out: longer than 300 tokens"] == 1
+
+
+def test_a_template_that_rewrites_earlier_turns_leaves_the_conversation_out(model) -> None:
+    tokenizer = ChatTokenizer(str(model))
+    tokenizer._tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] if loop.last else 'cut' }}|{% endfor %}"
+    )
+    assert tokenizer.tokenize(parse_chat(row("a", CHATS[0]))) == "the chat template changes earlier turns"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"line 1: is not JSON"),
+        ("[1]", "is a JSON list"),
+        ('{"id": "a"}', "'messages' is missing or empty"),
+        ('{"messages": []}', "'id' is missing"),
+        ('{"id": 1, "messages": [{"role": "user", "content": "x"}]}', "holds no message of the assistant"),
+        ('{"id": 1, "messages": [{"role": "boss", "content": "x"}]}', "without a role of system"),
+        ('{"id": 1, "messages": [{"role": "assistant", "content": [1]}]}', "without text as its content"),
+    ],
+)
+def test_bad_lines_are_named_before_the_model_is_loaded(line: str, message: str, tmp_path, capsys) -> None:
+    (tmp_path / "c.jsonl").write_text(line + "\n")
+    assert main(["extract", "no-model", str(tmp_path / "c.jsonl"), "--out", str(tmp_path / "s")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_an_id_twice_is_named(tmp_path: Path) -> None:
+    path = write_chats(tmp_path / "c.jsonl", [row("a", CHATS[0]), row("a", CHATS[1])])
+    with pytest.raises(InputError, match=r"line 2: has the id 'a' of an earlier line"):
+        list(read_chats(path))
+
+
+def test_wrong_use_is_said(model, chats, tmp_path, capsys) -> None:
+    out = str(tmp_path / "s")
+    for flags, message in (
+        (["org/name", str(chats), "--backend", "hf"], "is not a folder; --backend hf expects"),
+        ([str(model), str(chats), "--backend", "hf", "--layers", "2,99"], "expected ids from 1 to 8"),
+        ([str(model), str(tmp_path / "none.jsonl")], "cannot be read"),
+        (
+            [str(model), str(chats), "--backend", "hf", "--engine", '{"a": 1}'],
+            "has no effect with --backend hf",
+        ),
+    ):
+        assert main(["extract", *flags, "--out", out]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_a_template_is_named(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "m", hidden_size=32)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(InputError, match="has no chat template"):
+        ChatTokenizer(str(folder))
