@@ -21,6 +21,7 @@ import pytest
 import yaml
 from helpers.families import make_family
 from helpers.guides import GUIDES, commands
+from helpers.tiny import make_llama
 
 from specdec_tap import serving
 from specdec_tap.cli.demo import wait_until_sealed
@@ -195,3 +196,49 @@ def test_every_command_of_the_kimi_guide(family: str, recipe: str, shell: Shell)
     assert drafts == 2
     assert json.loads((shell.folder / "eval.json").read_text())["num_drafts"] > 0
     assert (shell.folder / "runs" / "kimi-2" / "drafter" / "model.safetensors").is_file()
+
+
+EAGER = json.dumps({"enforce_eager": True})
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        {
+            "--max-tokens 512": "--max-tokens 40",
+            "--limit 40": "--limit 4",
+            "--out runs/1": "--out runs/1 --max-steps 5",
+        }
+    ],
+    indirect=True,
+)
+def test_every_command_of_the_offline_guide(shell: Shell) -> None:
+    """The engine's arguments for a CPU are added to every command that starts one."""
+    make_llama(shell.folder / "MODEL", tied=False)
+    cpu = "--enforce-eager --dtype bfloat16 --max-model-len 512"
+    shell.changes |= {
+        "vllm serve MODEL": f"vllm serve MODEL {cpu}",
+        "--out shards --resume": f"--out shards --resume --max-length 511 --engine '{EAGER}'",
+    }
+    write_prompts(shell.folder / "prompts.jsonl", 12)
+    chats = [
+        {
+            "id": f"c{i}",
+            "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"No {i}"}],
+        }
+        for i in range(6)
+    ]
+    (shell.folder / "conversations.jsonl").write_text("".join(json.dumps(c) + "\n" for c in chats))
+    for command in commands("offline-without-the-model.md"):
+        if " extract " in command:
+            shell.stop()
+            wait_until_sealed(shell.folder / "shards")
+        said = shell.run(command)
+        if "shards verify" in command:
+            assert "good" in said
+    with open_shards(shell.folder / "shards") as store:
+        assert len(store) == 24 + 6  # both sources lie in one folder
+        given = [record for record in store if "given_answers" in record.meta.flags]
+    with open_shards(shell.folder / "shards-hf") as store:
+        expected = {tuple(record.token_ids.tolist()) for record in store}
+    assert {tuple(record.token_ids.tolist()) for record in given} == expected
