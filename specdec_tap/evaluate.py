@@ -202,12 +202,69 @@ def measure(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Generated tokens per second with so many requests under way, with and without the drafter."""
+
+    concurrency: int
+    output_tokens_per_s: float
+    baseline_output_tokens_per_s: float | None = None
+
+    @property
+    def speedup(self) -> float | None:
+        """None without a baseline."""
+        base = self.baseline_output_tokens_per_s
+        return self.output_tokens_per_s / base if base else None
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"speedup": self.speedup}
+
+
+def measure_loads(
+    conversations: Sequence[engine.Conversation],
+    options: engine.ReplayOptions,
+    concurrencies: Sequence[int],
+    *,
+    on_progress: Callable[[engine.ReplayResult], None] | None = None,
+) -> dict[int, float]:
+    """Send all prompts once for each concurrency; returns generated tokens per second.
+
+    Raises:
+        InputError: A request failed.
+    """
+    out = {}
+    for concurrency in concurrencies:
+        here = dataclasses.replace(options, concurrency=concurrency)
+        result = engine.replay(iter(conversations), here, on_progress=on_progress)
+        if result.failed:
+            raise InputError(
+                f"{result.failed:,} of {result.conversations:,} requests failed at {options.url} with "
+                f"{concurrency} under way ({result.errors[0] if result.errors else 'no reason given'})"
+            )
+        out[concurrency] = result.output_tokens_per_s
+    return out
+
+
+def join_loads(drafter: dict[int, float], baseline: dict[int, float]) -> list[Load]:
+    """Put two servers' ``measure_loads`` side by side, by concurrency."""
+    return [
+        Load(
+            concurrency=concurrency,
+            output_tokens_per_s=rate,
+            baseline_output_tokens_per_s=baseline.get(concurrency),
+        )
+        for concurrency, rate in sorted(drafter.items())
+    ]
+
+
 @dataclass(kw_only=True)
 class Evaluation:
     """A drafter's measurement, and the same prompts without a drafter beside it."""
 
     drafter: Measurement
     baseline: Measurement | None = None
+    loads: list[Load] = field(default_factory=list)
+    """Speed at other concurrencies, ascending."""
 
     @property
     def identical_answers(self) -> tuple[int, int] | None:
@@ -231,6 +288,7 @@ class Evaluation:
             "speedup": None,
             "identical_answers": None,
             "compared_answers": None,
+            "loads": [load.to_json() for load in self.loads],
         }
         if self.baseline is not None and identical is not None:
             base = self.baseline.output_tokens_per_s
@@ -244,7 +302,9 @@ class Evaluation:
 
 
 def plot(evaluation: Evaluation, path: Path) -> None:
-    """Draw acceptance per position and acceptance length per category into an image file.
+    """Draw acceptance by position, by category, and speed against concurrency into an image file.
+
+    Panels that nothing was measured for are left out.
 
     Raises:
         InputError: matplotlib is missing, or the file cannot be written.
@@ -253,24 +313,66 @@ def plot(evaluation: Evaluation, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as err:
         raise InputError("--plot needs matplotlib; install it with 'pip install matplotlib'") from err
-    drafts = evaluation.drafter.drafts or DraftCounts()
-    categories = evaluation.drafter.categories
-    figure = Figure(figsize=(11 if categories else 5, 4), layout="constrained")
-    panels = figure.subplots(1, 2 if categories else 1, squeeze=False)[0]
-    shares = drafts.acceptance_per_position
-    bars = panels[0].bar(range(1, len(shares) + 1), shares, color="#2a6f97")
-    panels[0].bar_label(bars, fmt="%.3f")
-    panels[0].set(xlabel="draft position", ylabel="share of drafts accepted", ylim=(0, 1))
-    panels[0].set_xticks(range(1, len(shares) + 1))
-    length = drafts.acceptance_length
-    panels[0].set_title("no drafts" if length is None else f"acceptance length {length:.3f}")
-    if categories:
-        names = sorted(categories, key=lambda name: categories[name].acceptance_length or 0)
-        lengths = [categories[name].acceptance_length or 1 for name in names]
-        bars = panels[1].barh(names, [value - 1 for value in lengths], left=1, color="#61a5c2")
-        panels[1].bar_label(bars, labels=[f"{value:.2f}" for value in lengths])
-        panels[1].set(xlabel="acceptance length", xlim=(1, max(lengths) * 1.1))
+    panels = [_plot_positions]
+    if evaluation.drafter.categories:
+        panels.append(_plot_categories)
+    if evaluation.loads:
+        panels.append(_plot_loads)
+    figure = Figure(figsize=(5.2 * len(panels), 4.2), layout="constrained")
+    for draw, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        draw(axes, evaluation)
+        axes.spines[["top", "right"]].set_visible(False)
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as err:
         raise InputError(f"plot {str(path)!r} cannot be written ({err})") from err
+
+
+_DARK, _LIGHT, _GREY = "#2a6f97", "#61a5c2", "#8d99ae"
+
+
+def _plot_positions(axes: Any, evaluation: Evaluation) -> None:
+    drafts = evaluation.drafter.drafts or DraftCounts()
+    shares = drafts.acceptance_per_position
+    bars = axes.bar(range(1, len(shares) + 1), shares, color=_DARK)
+    axes.bar_label(bars, fmt="%.3f", padding=2)
+    axes.set(xlabel="draft position", ylabel="share of drafts accepted", ylim=(0, 1))
+    axes.set_xticks(range(1, len(shares) + 1))
+    length = drafts.acceptance_length
+    axes.set_title("no drafts" if length is None else f"acceptance length {length:.3f}")
+
+
+def _plot_categories(axes: Any, evaluation: Evaluation) -> None:
+    categories = evaluation.drafter.categories
+    names = sorted(categories, key=lambda name: categories[name].acceptance_length or 0)
+    lengths = [categories[name].acceptance_length or 1 for name in names]
+    bars = axes.barh(
+        [name or "(none)" for name in names], [value - 1 for value in lengths], left=1, color=_LIGHT
+    )
+    axes.bar_label(bars, labels=[f"{value:.2f}" for value in lengths], padding=2)
+    # Room for the numbers, also where nothing was accepted.
+    axes.set(xlabel="acceptance length", xlim=(1, 1 + max(0.1, max(lengths) - 1) * 1.15))
+    axes.set_title("by prompt category")
+
+
+def _plot_loads(axes: Any, evaluation: Evaluation) -> None:
+    loads = evaluation.loads
+    ticks = [load.concurrency for load in loads]
+    if all(load.speedup is not None for load in loads):
+        values = [load.speedup or 0.0 for load in loads]
+        axes.axhline(1.0, color=_GREY, linewidth=1, linestyle="--")
+        axes.set(ylabel="speed-up", title="speed-up by load")
+        axes.set_ylim(0, max(1.0, *values) * 1.15)
+    else:
+        values = [load.output_tokens_per_s for load in loads]
+        axes.set(ylabel="generated tokens/s", title="speed by load")
+        axes.set_ylim(0, max(values) * 1.15)
+    axes.plot(ticks, values, color=_DARK, marker="o")
+    for load, value in zip(loads, values, strict=True):
+        text = f"{value:.2f}x" if load.speedup is not None else f"{value:,.0f}"
+        axes.annotate(text, (load.concurrency, value), (0, 6), textcoords="offset points", ha="center")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.margins(x=0.12)
+    axes.set_xlabel("requests under way")

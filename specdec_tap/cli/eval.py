@@ -57,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests under way at a time (default: %(default)s)",
     )
     parser.add_argument(
+        "--loads",
+        type=load_list,
+        default=(),
+        metavar="N,N,..",
+        help="send the prompts again with so many requests under way, such as 1,4,16, and compare speeds",
+    )
+    parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="default: %(default)s, greedy"
     )
     parser.add_argument(
@@ -78,12 +85,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, metavar="FILE", help="write the numbers as JSON ('-': print them)"
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw acceptance per position and category"
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw acceptance by position and category, and with --loads speed-up by concurrency",
     )
     parser.epilog = """examples:
   specdec-tap eval --drafter runs/1/drafter --model models/smollm2
   specdec-tap eval --drafter runs/1/drafter --model MODEL --prompts mt_bench.jsonl --json eval.json
   specdec-tap eval --drafter runs/1/drafter --model MODEL --vllm-args="--tensor-parallel-size 8"
+  specdec-tap eval --drafter runs/1/drafter --model MODEL --loads 1,4,16 --plot eval.png
   specdec-tap eval --url http://127.0.0.1:8000/v1 --baseline-url http://127.0.0.1:8001/v1
 
 exit codes: 0 measured, 1 the server drafted nothing, 2 wrong usage or input, or no server"""
@@ -103,8 +114,9 @@ def run(args: argparse.Namespace) -> int:
     prompts = evaluate.load_prompts(args.prompts or evaluate.default_prompt_file(), limit=args.limit)
     if args.url is not None:
         result = evaluate_running(
-            args.url, args.baseline_url, prompts, model=args.model, options=replay_options(args)
-        )
+            args.url, args.baseline_url, prompts, model=args.model, options=replay_options(args),
+            loads=args.loads,
+        )  # fmt: skip
     else:
         arguments = serving.default_arguments() if args.vllm_args is None else shlex.split(args.vllm_args)
         with log_folder(args.log_dir) as logs, serving.stop_on_signal():
@@ -118,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
                 log_dir=logs,
                 baseline=not args.no_baseline,
                 port=args.port,
+                loads=args.loads,
             )
     show(result, file_is_stdout=str(args.json) == "-")
     write_json(args.json, result.to_json())
@@ -127,6 +140,11 @@ def run(args: argparse.Namespace) -> int:
         print("specdec-tap eval: the server drafted nothing for these prompts", file=sys.stderr)
         return 1
     return 0
+
+
+def load_list(text: str) -> tuple[int, ...]:
+    """Concurrencies from a list such as ``1,4,16``, ascending."""
+    return tuple(sorted({positive_int(part) for part in text.split(",")}))
 
 
 def replay_options(args: argparse.Namespace) -> engine.ReplayOptions:
@@ -146,7 +164,7 @@ def log_folder(wanted: Path | None) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def speculative_config(drafter: Path, num_speculative_tokens: int) -> dict[str, str | int]:
+def speculative_config(drafter: Path, num_speculative_tokens: int) -> dict[str, str | int | bool]:
     """Return vLLM's ``--speculative-config`` for a drafter folder, the method read from its config.
 
     Raises:
@@ -177,7 +195,12 @@ def speculative_config(drafter: Path, num_speculative_tokens: int) -> dict[str, 
             f"drafter {str(drafter)!r} has architectures {architectures}; "
             "expected an Eagle3, Eagle or Medusa model"
         )
-    return {"method": method, "model": str(drafter), "num_speculative_tokens": num_speculative_tokens}
+    out: dict[str, str | int | bool] = {
+        "method": method, "model": str(drafter), "num_speculative_tokens": num_speculative_tokens,
+    }  # fmt: skip
+    if config.get("pard_token") is not None:
+        out["parallel_drafting"] = True  # P-EAGLE proposes all tokens in one pass
+    return out
 
 
 def evaluate_running(
@@ -187,6 +210,7 @@ def evaluate_running(
     *,
     model: str | None,
     options: engine.ReplayOptions,
+    loads: Sequence[int] = (),
 ) -> evaluate.Evaluation:
     """Measure servers that run already.
 
@@ -194,22 +218,24 @@ def evaluate_running(
         InputError: The server does no speculative decoding, or the baseline server does.
     """
 
-    def measure(address: str, title: str) -> evaluate.Measurement:
+    def measure(address: str, title: str) -> tuple[evaluate.Measurement, dict[int, float]]:
         here = dataclasses.replace(options, url=address, model=model or "auto")
-        return measure_with_progress(title, prompts, here)
+        return measure_with_progress(title, prompts, here), loads_with_progress(title, prompts, here, loads)
 
     if evaluate.DraftCounts.from_metrics(serving.read_metrics(url)) is None:
         raise InputError(
             f"the server at {url} does no speculative decoding (no vllm:spec_decode counters on /metrics); "
             "start it with --speculative-config, or let eval start one with --drafter and --model"
         )
-    drafter = measure(url, "drafter")
-    baseline = None if baseline_url is None else measure(baseline_url, "baseline")
+    drafter, rates = measure(url, "drafter")
+    baseline, base_rates = (None, {}) if baseline_url is None else measure(baseline_url, "baseline")
     if baseline is not None and baseline.drafts is not None:
         raise InputError(
             f"the server at {baseline_url} drafts too; --baseline-url needs one without a drafter"
         )
-    return evaluate.Evaluation(drafter=drafter, baseline=baseline)
+    return evaluate.Evaluation(
+        drafter=drafter, baseline=baseline, loads=evaluate.join_loads(rates, base_rates)
+    )
 
 
 def evaluate_drafter(
@@ -223,20 +249,26 @@ def evaluate_drafter(
     log_dir: Path,
     baseline: bool = True,
     port: int | None = None,
+    loads: Sequence[int] = (),
 ) -> evaluate.Evaluation:
     """Start a server with the drafter, measure it, stop it; then the same without the drafter."""
     speculation = json.dumps(speculative_config(drafter, num_speculative_tokens))
 
-    def measure(title: str, log: str, more: Sequence[str]) -> evaluate.Measurement:
+    def measure(title: str, log: str, more: Sequence[str]) -> tuple[evaluate.Measurement, dict[int, float]]:
         with started_server(
             title, model, log_path=log_dir / log, arguments=[*arguments, *more], env=TAP_OFF, port=port
         ) as server:
             here = dataclasses.replace(options, url=server.url)
-            return measure_with_progress(title, prompts, here)
+            return (
+                measure_with_progress(title, prompts, here),
+                loads_with_progress(title, prompts, here, loads),
+            )
 
-    measured = measure("drafter", "eval-drafter.log", ["--speculative-config", speculation])
-    beside = measure("baseline", "eval-baseline.log", []) if baseline else None
-    return evaluate.Evaluation(drafter=measured, baseline=beside)
+    measured, rates = measure("drafter", "eval-drafter.log", ["--speculative-config", speculation])
+    beside, base_rates = measure("baseline", "eval-baseline.log", []) if baseline else (None, {})
+    return evaluate.Evaluation(
+        drafter=measured, baseline=beside, loads=evaluate.join_loads(rates, base_rates)
+    )
 
 
 @contextlib.contextmanager
@@ -285,6 +317,19 @@ def measure_with_progress(
         return evaluate.measure(prompts, options, on_progress=update)
 
 
+def loads_with_progress(
+    title: str, prompts: Sequence[engine.Conversation], options: engine.ReplayOptions, loads: Sequence[int]
+) -> dict[int, float]:
+    """Measure the speed at each concurrency with a bar."""
+    out: dict[int, float] = {}
+    for concurrency in loads:
+        with progress_bar(f"{title}: {concurrency} at a time", len(prompts), unit="requests") as bar:
+            out |= evaluate.measure_loads(
+                prompts, options, [concurrency], on_progress=lambda sums, bar=bar: bar.update(sums.requests)
+            )
+    return out
+
+
 def table_rows(result: evaluate.Evaluation) -> list[tuple[str, str]]:
     """Return the evaluation as ``(what, value)`` rows."""
     drafts = result.drafter.drafts or evaluate.DraftCounts()
@@ -315,6 +360,18 @@ def show(result: evaluate.Evaluation, *, file_is_stdout: bool = False) -> None:
     if file_is_stdout:
         return
     print_table("drafter in vLLM", table_rows(result))
+    if result.loads:
+        rows = [
+            (
+                f"{load.concurrency:,}",
+                f"{load.output_tokens_per_s:,.0f}",
+                "" if load.speedup is None else f"{load.baseline_output_tokens_per_s:,.0f}",
+                "" if load.speedup is None else f"{load.speedup:.2f}x",
+            )
+            for load in result.loads
+        ]
+        headers = ("requests under way", "tokens/s with the drafter", "tokens/s without", "speed-up")
+        print_table("by load", rows, headers=headers)
     if result.drafter.categories:
         rows = [
             (

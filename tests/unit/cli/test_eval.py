@@ -136,6 +136,32 @@ def test_the_plot_is_a_picture(tmp_path, stand_in):
     assert plot.stat().st_size > 5000
 
 
+def test_loads_are_measured_one_after_the_other(tmp_path, stand_in, capsys):
+    stand_in.accepted = (5, 2, 1)
+    prompts = write_prompts(tmp_path / "p.jsonl", ["a", "b"])
+    plot = tmp_path / "e.png"
+    arguments = ["eval", "--url", stand_in.url, "--prompts", str(prompts), "--loads", "4,1", "--json", "-"]
+    assert main([*arguments, "--plot", str(plot)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # The measurement itself is of the first pass only.
+    assert (found["requests"], found["num_drafts"]) == (2, 20)
+    assert [load["concurrency"] for load in found["loads"]] == [1, 4]
+    assert all(load["output_tokens_per_s"] > 0 and load["speedup"] is None for load in found["loads"])
+    assert plot.stat().st_size > 8000
+
+
+def test_speed_up_compares_equal_loads():
+    loads = evaluate.join_loads({4: 90.0, 1: 30.0}, {1: 20.0, 4: 100.0})
+    assert [(load.concurrency, load.speedup) for load in loads] == [(1, 1.5), (4, 0.9)]
+    assert evaluate.join_loads({2: 5.0}, {})[0].speedup is None
+
+
+def test_loads_that_are_no_numbers_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["eval", "--url", "u", "--loads", "1,many"])
+    assert "--loads" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("config", "method"),
     [
@@ -153,6 +179,11 @@ def test_the_method_is_read_from_the_drafter(tmp_path, config, method):
         "model": str(drafter),
         "num_speculative_tokens": 5,
     }
+
+
+def test_a_parallel_drafter_is_served_as_one(tmp_path):
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "pard_token": 3, "mask_token_id": 3}
+    assert speculative_config(write_drafter(tmp_path / "d", config), 4)["parallel_drafting"] is True
 
 
 def evaluate_drafter(tmp_path: Path, drafter: Path) -> int:
