@@ -103,7 +103,7 @@
     const filled = series.filter((s) => s.values.some((v) => v !== null && v !== undefined));
     let chart = charts.get(id);
     if (chart && chart.box !== box) { chart.plot.destroy(); charts.delete(id); chart = undefined; }
-    if (!x.length || !filled.length) {
+    if (x.length < (options.time ? 2 : 1) || !filled.length) { // one moment is no curve
       if (chart) { chart.plot.destroy(); charts.delete(id); }
       box.replaceChildren(Object.assign(document.createElement("p"), { className: "nothing", textContent: options.nothing || "no numbers yet" }));
       box.setAttribute("aria-label", `${$("figcaption", figure).textContent}: ${options.nothing || "no numbers yet"}`);
@@ -159,7 +159,7 @@
 
   const range = (low, high, options) => {
     if (low === null || high === null) return [0, 1];
-    if (options.zero) return [0, high > 0 ? high * 1.08 : 1];
+    if (options.zero) return [0, high > 0 ? high * 1.08 : options.least || 1];
     const room = (high - low || Math.abs(high) || 1) * 0.08;
     return [low - room, high + room];
   };
@@ -297,13 +297,13 @@
     const keep = 900;
     const series = [
       ["chart-rows", "rows_per_s", "rows/s", "--series-0", fmt.number],
-      ["chart-bytes", "stored_bytes_per_s", "bytes/s", "--series-2", fmt.size],
+      ["chart-bytes", "stored_bytes_per_s", "bytes/s", "--series-2", fmt.size, 1000],
       ["chart-ring", "ring_fill_fraction", "fill", "--series-3", fmt.fraction],
       ["chart-drops", "dropped_per_s", "drops/s", "--series-1", fmt.number],
     ];
     const drawAll = () => {
-      for (const [id, key, label, color, format] of series) {
-        draw(id, history.unix_s, [{ label, values: history[key], color }], { time: true, zero: true, format, nothing: "watching; the first numbers come in a few seconds" });
+      for (const [id, key, label, color, format, least] of series) {
+        draw(id, history.unix_s, [{ label, values: history[key], color }], { time: true, zero: true, least, format, nothing: "watching; the first numbers come in a few seconds" });
       }
     };
     let last = null;
