@@ -155,7 +155,7 @@ class Drafter(nn.Module):
     def best(self, hidden: Tensor) -> Tensor:
         """Target ids of the head's first choices for states ``[n, H]``."""
         rows = self.lm_head.weight.to(hidden.dtype).T
-        parts = hidden.split(chunk_rows(rows.shape[1]))
+        parts = hidden.split(chunk_rows(rows.shape[1], hidden.device))
         return self.target_ids(torch.cat([(part @ rows).argmax(-1) for part in parts]))
 
     def embed(self, token_ids: Tensor) -> Tensor:

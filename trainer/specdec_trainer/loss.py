@@ -23,13 +23,13 @@ from torch import Tensor
 
 from .dtypes import wide
 
-_CHUNK_ELEMENTS = 1 << 21
-"""Logits held at once: 4 MB in bfloat16, which stays in a CPU's cache."""
+_CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
+"""Logits held at once: 4 MB in bfloat16, which stays in a CPU's cache; 256 MB, which fills a GPU."""
 
 
-def chunk_rows(vocab: int) -> int:
+def chunk_rows(vocab: int, device: torch.device) -> int:
     """Rows whose logits are held at once."""
-    return max(16, _CHUNK_ELEMENTS // vocab)
+    return max(16, _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cuda"]) // vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class TeacherHead:
         """The target's most likely token over its whole vocabulary ``[n]`` int64, from final states ``[n,
         H]``."""
         out = []
-        for part in final.split(chunk_rows(self.weight.shape[0])):
+        for part in final.split(chunk_rows(self.weight.shape[0], final.device)):
             # Scale and cap are monotone: they do not move the maximum.
             out.append(F.linear(part, self.weight, self.bias).argmax(-1))
         return torch.cat(out) if out else torch.zeros(0, dtype=torch.int64, device=final.device)
@@ -130,7 +130,7 @@ class _Centroid(torch.autograd.Function):
         rows = head.to(final.dtype)
         centroid = torch.empty(len(final), head.shape[1], dtype=final.dtype, device=final.device)
         at = 0
-        for part in final.split(chunk_rows(head.shape[0])):
+        for part in final.split(chunk_rows(head.shape[0], final.device)):
             q = teacher.distribution(part)
             stop = at + len(part)
             torch.mm(q, rows, out=centroid[at:stop])
@@ -143,7 +143,7 @@ class _Centroid(torch.autograd.Function):
             return None, None, None
         (final,) = ctx.saved_tensors
         out = torch.zeros(ctx.head_shape, dtype=wide(final.dtype), device=final.device)
-        size = chunk_rows(ctx.head_shape[0])
+        size = chunk_rows(ctx.head_shape[0], final.device)
         for part, g in zip(final.split(size), grad.split(size), strict=True):
             out += ctx.teacher.distribution(part).T @ g.to(part.dtype)
         return None, out.to(ctx.head_dtype), None
@@ -184,7 +184,7 @@ class _WeightedLogSumExp(torch.autograd.Function):
         grad_head = torch.zeros_like(head, dtype=wide(head.dtype)) if ctx.needs_input_grad[1] else None
         log_z = torch.empty(len(hidden), dtype=wide(hidden.dtype), device=hidden.device)
         correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
-        step = chunk_rows(head.shape[0])
+        step = chunk_rows(head.shape[0], hidden.device)
         for at in range(0, len(hidden), step):
             stop = min(len(hidden), at + step)
             part = hidden[at:stop]

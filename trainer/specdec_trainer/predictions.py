@@ -134,7 +134,7 @@ def judge(model: Drafter, hidden: Tensor, wanted: Tensor) -> tuple[Tensor, Tenso
         ``(greedy choice is it [n] bool, its probability [n] float32, its rank [n] int64, 0 unknown)``.
     """
     head = model.lm_head.weight.to(hidden.dtype)
-    size = chunk_rows(len(head))
+    size = chunk_rows(len(head), head.device)
     parts = []
     for states, ids in zip(hidden.split(size), wanted.split(size), strict=True):
         logits = (states @ head.T).float()

@@ -58,7 +58,7 @@ def test_chunks_give_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """B86."""
     results = []
     for size in (1, 4, 1000):
-        monkeypatch.setattr(loss, "chunk_rows", lambda vocab, size=size: size)
+        monkeypatch.setattr(loss, "chunk_rows", lambda vocab, device, size=size: size)
         hidden, head = rand(11, 5, seed=1).requires_grad_(), rand(13, 5, seed=2).requires_grad_()
         teacher = TeacherHead(rand(13, 5, seed=3), None)
         final = rand(11, 5, seed=4)

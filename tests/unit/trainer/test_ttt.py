@@ -118,8 +118,8 @@ def test_chunks_do_not_change_anything(chunk: int, monkeypatch: pytest.MonkeyPat
     """B86: logits and attention scores are worked off in chunks of any size."""
     from specdec_trainer import attention, loss
 
-    monkeypatch.setattr(attention, "_chunk_rows", lambda entries: chunk)
-    monkeypatch.setattr(loss, "chunk_rows", lambda vocab: chunk)
+    monkeypatch.setattr(attention, "_chunk_rows", lambda entries, device: chunk)
+    monkeypatch.setattr(loss, "chunk_rows", lambda vocab, device: chunk)
     parts = make_parts(draft_vocab_size=11, num_layers=2)
     documents = packed_documents(np.random.default_rng(4))
     sums, fast, slow, slow_grads, *_ = fast_and_slow(parts, documents, steps=3)
