@@ -76,6 +76,11 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def normed(rows: np.ndarray) -> np.ndarray:
+    """Rows with a root mean square of 1, as a final norm leaves them."""
+    return (rows / np.sqrt((rows**2).mean(-1, keepdims=True))).astype(np.float32)
+
+
 def make_checkpoint(folder: Path, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
     """Save the tensors of a target that training reads, its config and its tokenizer; returns the tensors."""
     from safetensors.numpy import save_file
@@ -83,7 +88,7 @@ def make_checkpoint(folder: Path, tokenizer: Tokenizer) -> dict[str, np.ndarray]
     rng = np.random.default_rng(0)
     tensors = {
         "model.embed_tokens.weight": rng.standard_normal((VOCAB, HIDDEN)).astype(np.float32),
-        "lm_head.weight": rng.standard_normal((VOCAB, HIDDEN)).astype(np.float32),
+        "lm_head.weight": normed(rng.standard_normal((VOCAB, HIDDEN))),
         "model.norm.weight": np.ones(HIDDEN, np.float32),
     }
     folder.mkdir(parents=True)
@@ -111,8 +116,8 @@ def make_shards(root: Path, checkpoint: Path) -> Path:
 
     def states(ids: np.ndarray, start: int, stop: int) -> np.ndarray:
         aux = embed[ids[start:stop]]
-        final = 0.7 * head[ids[start + 1 : stop + 1]]
-        return (np.stack([aux, aux, aux, final]).view(np.uint32) >> 16).astype(np.uint16)
+        final = head[ids[start + 1 : stop + 1]]
+        return ((np.stack([aux, aux, aux, final]).view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
 
     def ids(text: str) -> np.ndarray:
         return np.array(tokenizer.encode(text).ids, np.int32)
