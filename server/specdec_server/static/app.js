@@ -92,7 +92,8 @@
     const at = new Date(unixS * 1000);
     return [at.getHours(), at.getMinutes(), at.getSeconds()].map((n) => String(n).padStart(2, "0")).join(":");
   };
-  const newest = (plot) => plot.setLegend({ idx: plot.data[0].length - 1 });
+  // Every series at its own newest value: a run that ended earlier still shows where.
+  const newest = (plot) => plot.setLegend({ idxs: plot.data.map((values) => values.findLastIndex((v) => v !== null && v !== undefined)) });
 
   // Draw or update a chart. `series`: [{label, values, color, dots, thin, format}], all over the same x.
   const draw = (id, x, series, options = {}) => {
@@ -141,7 +142,7 @@
           width: s.thin ? 1 : 1.75,
           alpha: s.thin ? 0.55 : 1,
           points: { show: Boolean(s.dots), size: 5, fill: css(s.color) },
-          spanGaps: Boolean(s.dots),
+          spanGaps: !options.time, // rows of one series lie between those of another
           value: (u, v) => format(v),
         })),
       ],
@@ -490,7 +491,7 @@
       const drafts = (node.dataset.d || "").split(" ").filter(Boolean).map((text, k) => {
         if (text === "-") return [String(k + 1), "not evaluated", "", ""];
         const [correct, probability, rank] = text.split("/");
-        return [String(k + 1), correct === "1" ? "right" : "wrong", probability ? fmt.fraction(Number(probability)) : MISSING, rank || MISSING];
+        return [String(k + 1), correct === "1" ? "right" : "wrong", probability ? fmt.fraction(Number(probability)) : MISSING, rank || "not in its vocabulary"];
       });
       return [rows, drafts];
     };
