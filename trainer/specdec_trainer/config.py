@@ -68,11 +68,9 @@ class TrainConfig:
     """Drafter folder (vLLM, SGLang or speculators layout) to start from; its shape and norms win over the
     settings here, its draft vocabulary over an automatic one."""
 
-    init: Literal["random", "identity", "layer"] = "random"
-    """Where a new drafter starts: random; its first state equal to the last captured layer (identity); that
-    and the weights of the target's last decoder layer, which needs its whole checkpoint (layer)."""
-    calibrate: bool = False
-    """Start the norm before the fusion so that every channel of the captured states has the same size."""
+    init: Literal["auto", "copy", "random"] = "auto"
+    """Where a new drafter starts: with attention that copies what followed the newest token before (copy), or
+    random; auto copies where the drafter is EAGLE-3 with llama layers."""
 
     # -- objective
     ttt_steps: int = 3

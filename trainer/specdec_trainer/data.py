@@ -398,16 +398,18 @@ class Dataset:
             )
         return pack(documents, tuple(key))
 
-    def sample_aux(self, rows: int) -> Tensor:
-        """Aux states of documents spread over the data set, at least ``rows`` of them where there are so
-        many."""
+    def own_tokens(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Documents spread over the data set as ``(aux states [n, A, H], own token of each row [n])``, until
+        they have ``rows`` rows."""
         order = np.random.default_rng(0).permutation(len(self.survey.stretches)).tolist()
-        parts: list[Tensor] = []
         for i in order:
-            if sum(len(p) for p in parts) >= rows:
-                break
-            parts.append(self.load([i]).aux)
-        return torch.cat(parts)
+            if rows <= 0:
+                return
+            batch = self.load([i])
+            if batch.num_rows > 1:
+                # The token fed at row t is x[t+1], the own one of row t + 1.
+                yield batch.aux[1:], batch.tokens[:-1]
+                rows -= batch.num_rows - 1
 
     def remember(self, batch: Batch) -> None:
         """Keep what the target said about a used batch, so that it is worked out once.

@@ -28,6 +28,7 @@ from .batch import Batch
 from .card import model_card
 from .config import TrainConfig
 from .distributed import Group, join, leave
+from .drafter import Drafter
 from .evaluate import Evaluation, evaluate
 from .export import export_drafter, lend_tables, load_drafter, target_ids_of
 from .loop import DivergedError, Hooks, LoopState, StopRequested, train
@@ -127,6 +128,21 @@ def open_mirror(url: str, resume: bool, group: Group) -> Mirror:
     return mirror
 
 
+def start_by_copying(config: TrainConfig, model: Drafter) -> bool:
+    """Whether a new drafter gets weights that copy.
+
+    Raises:
+        ConfigError: That was asked for and cannot be.
+    """
+    possible = start.can_copy(model)
+    if config.init == "copy" and not possible:
+        raise ConfigError(
+            f"init is 'copy', but the drafter is {model.title} with layer {config.layer!r}; only EAGLE-3 "
+            "with layer 'llama' can start so. Set init to 'random'"
+        )
+    return possible and config.init != "random"
+
+
 def _run(
     config: TrainConfig, shards: Path, out: Path | None, target_path: Path | None, target_name: str | None,
     resume: bool, format: str, progress: Callable[[float, str], None], say: Callable[[str], None], store: Any,
@@ -195,19 +211,14 @@ def _run(
         1.0 if draft_ids is None else float(survey.counts[draft_ids].sum() / max(1, survey.counts.sum()))
     )
     facts["draft_vocab_coverage"] = coverage
-    if (
-        source is None
-        and not checkpoints
-        and kind.reads == "aux"
-        and (config.calibrate or config.init != "random")
-    ):
-        sample = data.Dataset(store, survey, columns=columns_of(captured, aux_ids)).sample_aux(4096)
-        if config.calibrate:
-            start.calibrate(objective.model, sample)
-        if config.init != "random":
-            start.start_from_identity(objective.model, sample)
-        if config.init == "layer":
-            start.start_from_layer(objective.model, target, sample)
+    if source is None and not checkpoints and start_by_copying(config, objective.model):
+        sample = data.Dataset(store, survey, columns=columns_of(captured, aux_ids))
+        counts = survey.counts if draft_ids is None else survey.counts[draft_ids]
+        held_share = start.start_from_copying(
+            objective.model, sample.own_tokens(start.rows_needed(draft.hidden_size)),
+            torch.from_numpy(counts), seed=config.seed,
+        )  # fmt: skip
+        say(f"the drafter starts by copying; its first state holds {held_share:.0%} of the row's own token")
     rows = objective.loss_rows
     facts["loss_vocab_size"] = size if rows is None else len(rows)
     say(

@@ -1,4 +1,4 @@
-"""Starts that are better than random begin where they say."""
+"""A drafter that starts by copying proposes what followed before, without any training."""
 
 from __future__ import annotations
 
@@ -7,123 +7,137 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 from specdec_trainer import start
+from specdec_trainer.build import build, draft_config
 from specdec_trainer.config import TrainConfig
+from specdec_trainer.model import Eagle3Drafter
 from specdec_trainer.run import run
-from trainer_fakes import TARGET_CONFIG, learnable_store, make_parts, tiny_target
+from trainer_fakes import FakeRecord, FakeStore, learnable_store, tiny_target
 
-from specdec_tap.errors import ConfigError, InputError
+from specdec_tap.errors import ConfigError
 from specdec_tap.target import load_target
 
-
-def uneven_states(rows: int = 400) -> torch.Tensor:
-    """Three layers whose sizes differ a lot, with one loud channel."""
-    x = torch.randn(rows, 3, 8, generator=torch.Generator().manual_seed(0))
-    x = x * torch.tensor([0.2, 1.0, 5.0])[:, None]
-    x[:, :, 2] *= 4
-    return x
-
-
-def test_calibration_gives_every_channel_the_same_size() -> None:
-    model = make_parts(dtype=torch.float32, norm_before_fc=True).model
-    aux = uneven_states()
-    start.calibrate(model, aux)
-    sizes = model.input_norm(aux.flatten(1)).square().mean(0).sqrt()
-    limited = start.measure(aux).flatten() * 10 < 1
-    torch.testing.assert_close(sizes[~limited], torch.ones(int((~limited).sum())), rtol=1e-3, atol=1e-3)
-    assert (sizes[limited] < 1).all()
+VOCAB, HIDDEN, PERIOD = 160, 192, 40
+TARGET = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "vocab_size": VOCAB,
+    "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96,
+    "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "max_position_embeddings": 512, "eos_token_id": 2,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("norm_before_fc", [True, False])
-def test_identity_starts_at_the_last_captured_layer(norm_before_fc: bool) -> None:
-    model = make_parts(dtype=torch.float32, norm_before_fc=norm_before_fc).model
-    aux = uneven_states()
-    if norm_before_fc:
-        start.calibrate(model, aux)
-    model.fc.weight.data.zero_()
-    start.start_from_identity(model, aux)
-    first = model.combine(aux).detach()
-    near = torch.cosine_similarity(first, aux[:, -1], dim=-1)
-    assert float(near.min()) > 0.999
+def states_of(embed: np.ndarray, tokens: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
+    """Aux states ``[n, 3, H]``: the lowest layer knows its token, the others are loud and know nothing."""
+    noise = rng.standard_normal((len(tokens), 3, embed.shape[1])).astype(np.float32)
+    noise[:, 0] = embed[tokens] + 0.3 * noise[:, 0]
+    return torch.from_numpy(noise * np.array([1.0, 6.0, 20.0], np.float32)[:, None])
 
 
-def whole_checkpoint(path: Path) -> Path:
-    """A target with its last decoder layer."""
-    tiny_target(path)
+def drafter(tmp_path: Path, **settings) -> tuple[Eagle3Drafter, np.ndarray]:
+    """A new drafter with random weights, and the target's embedding."""
+    target = load_target(tiny_target(tmp_path / "m", TARGET))
+    config = TrainConfig(dtype="float32", **settings)
+    ids = None
+    if config.draft_vocab_size is not None:
+        ids = np.sort(np.random.default_rng(5).permutation(VOCAB)[: config.draft_vocab_size])
+    draft = draft_config(config, target, (1, 4, 6), VOCAB if ids is None else len(ids))
+    objective = build(config, draft, target, ids, torch.device("cpu"))
+    return objective.model.eval(), target.embed.float32()
+
+
+def proposed(model: Eagle3Drafter, embed: np.ndarray) -> tuple[float, float, float]:
+    """Share of right first, second and third tokens in the second half of sequences that repeat once."""
     rng = np.random.default_rng(1)
-    c = TARGET_CONFIG
-    h, i, q, kv = 16, c["intermediate_size"], 16, 8
-    shapes = {
-        "self_attn.q_proj": (q, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
-        "self_attn.o_proj": (h, q), "mlp.gate_proj": (i, h), "mlp.up_proj": (i, h), "mlp.down_proj": (h, i),
-        "input_layernorm": (h,), "post_attention_layernorm": (h,),
-    }  # fmt: skip
-    lent = {
-        f"model.layers.7.{n}.weight": rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()
-    }
-    save_file({**load_file(path / "model.safetensors"), **lent}, path / "model.safetensors")
-    return path
+    known = (torch.arange(model.config.draft_vocab_size) + model.d2t).numpy()
+    right = []
+    for _ in range(40):
+        once = rng.permutation(known)[:PERIOD]
+        tokens = np.concatenate((once, once))
+        seen = PERIOD + int(rng.integers(2, PERIOD - 4))
+        aux = states_of(embed, tokens[: seen - 1], rng)
+        said = model.propose(aux, torch.from_numpy(tokens[1:seen]), steps=3)
+        right.append((said.numpy() == tokens[seen : seen + 3]).tolist())
+    return tuple(np.mean(right, axis=0).tolist())
 
 
-def test_a_lent_layer_answers_like_the_target_layer(tmp_path: Path) -> None:
-    """With the embedding half at zero, the drafter's first layer is the target's layer, rescaled."""
-    target = load_target(whole_checkpoint(tmp_path / "m"))
-    model = make_parts(
-        dtype=torch.float32, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8,
-        vocab_size=40, draft_vocab_size=40, norm_before_residual=True, norm_before_fc=True,
-        rms_norm_eps=1e-12,
-    ).model  # fmt: skip
+def teach_copying(model: Eagle3Drafter, embed: np.ndarray, rows: int = 4000) -> float:
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(0, VOCAB, rows)
+    sample = [(states_of(embed, part, rng), torch.from_numpy(part)) for part in np.split(tokens, 8)]
+    return start.start_from_copying(model, sample, torch.ones(model.config.draft_vocab_size))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_kv_heads": 2},
+        {"norm_before_fc": False, "fc_norm": True},
+        {"norm_before_fc": False, "fc_norm": False, "norm_before_residual": False},
+        {"draft_vocab_size": 90},
+        {"num_layers": 2},
+    ],
+    ids=["default", "grouped", "fc-norm", "plain", "small-vocab", "two-layers"],
+)
+def test_an_untrained_drafter_copies_what_followed_before(tmp_path: Path, settings: dict) -> None:
+    model, embed = drafter(tmp_path, **settings)
+    before = proposed(model, embed)
+    held = teach_copying(model, embed)
+    after = proposed(model, embed)
+    assert held > 0.5
+    assert before[0] < 0.1
+    assert after[0] > 0.7, after
+    # Later tokens come from the drafter's own states, in chains whose earlier tokens were right or not.
+    assert after[1] > 0.4, after
+
+
+def test_only_what_is_written_down_changes_and_a_seed_decides_it(tmp_path: Path) -> None:
+    model, embed = drafter(tmp_path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    teach_copying(model, embed)
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    changed = {name for name in before if not torch.equal(before[name], first[name])}
+    attention = {f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"}
+    assert changed == attention | {"fc.weight"}
+    model.load_state_dict(before)
+    teach_copying(model, embed)
+    assert all(torch.equal(first[name], value) for name, value in model.state_dict().items())
+
+
+def test_entries_that_match_turn_slowly(tmp_path: Path) -> None:
+    model, _ = drafter(tmp_path)
     layer = model.layers[0]
-    aux = torch.randn(50, 3, 16) * 3
-    layer.hidden_norm.weight.data.fill_(1)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        getattr(layer.self_attn, name).weight.data.zero_()
-    start.start_from_layer(model, target, aux)
-    raw = aux[:, -1]
-    tensors = load_file(target.path / "model.safetensors")
-    w = {
-        n.removeprefix("model.layers.7."): torch.from_numpy(t) for n, t in tensors.items() if "layers.7" in n
-    }
-    size = raw.square().mean(-1, keepdim=True).sqrt()
-    x, residual = layer.enter(torch.randn(50, 16), raw, None)
-    normed = raw / size * w["input_layernorm.weight"]
-    # Values of one position that attends to itself alone.
-    _, v = layer.key_value(x, torch.zeros(50, dtype=torch.int64))
-    torch.testing.assert_close(v[:, 0], normed @ w["self_attn.v_proj.weight"].T, rtol=1e-4, atol=1e-4)
-    hidden, out = layer.leave(torch.cat((v, v), 1), residual)
-    typical = start._size_of_last(aux)
-    attended = torch.cat((v[:, 0], v[:, 0]), -1) @ w["self_attn.o_proj.weight"].T
-    stream = raw / size + attended / typical
-    torch.testing.assert_close(out, stream, rtol=1e-4, atol=1e-4)
-    y = stream / stream.square().mean(-1, keepdim=True).sqrt() * w["post_attention_layernorm.weight"]
-    gated = torch.nn.functional.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T)
-    torch.testing.assert_close(hidden, gated @ w["mlp.down_proj.weight"].T / typical, rtol=1e-3, atol=1e-3)
+    still = start._still_entries(layer).tolist()
+    half = layer.head_dim // 2
+    assert len(still) >= layer.head_dim // 4
+    slowest = max(float(layer.rope.inv_freq[i % half]) for i in still)
+    others = [float(layer.rope.inv_freq[i % half]) for i in range(layer.head_dim) if i not in still]
+    assert slowest < min(others)
 
 
-def test_lending_needs_the_whole_checkpoint_and_equal_sizes(tmp_path: Path) -> None:
+def test_runs_start_by_copying_where_they_can(tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "m")
-    store = learnable_store(target)
-    common = {"target_path": target, "store": store, "tensorboard": False}
-    with pytest.raises(
-        InputError, match=r"has no tensor 'model\.layers\.7\.input_layernorm\.weight'; --init layer"
-    ):
-        run(TrainConfig(init="layer"), Path("shards"), out=tmp_path / "a", **common)
-    common["target_path"] = whole_checkpoint(tmp_path / "whole")
-    with pytest.raises(ConfigError, match=r"the drafter's k_proj has 16 rows, the target's 8"):
-        run(TrainConfig(init="layer", num_kv_heads=2), Path("shards"), out=tmp_path / "b", **common)
-
-
-@pytest.mark.parametrize("init", ["identity", "layer"])
-def test_runs_from_these_starts_learn(tmp_path: Path, init: str) -> None:
-    target = whole_checkpoint(tmp_path / "m")
-    config = TrainConfig(
-        init=init, calibrate=True, epochs=2, batch_tokens=90, ttt_steps=2, eval_draft_tokens=2,
-        dtype="float32",
-        input_dropout=0.1,
-    )  # fmt: skip
-    result = run(
-        config, Path("shards"), out=tmp_path / "run", target_path=target, store=learnable_store(target),
-        tensorboard=False,
-    )  # fmt: skip
+    common = {"target_path": target, "store": learnable_store(target), "tensorboard": False}
+    settings = {"epochs": 2, "batch_tokens": 90, "ttt_steps": 2, "eval_draft_tokens": 2, "dtype": "float32"}
+    said: list[str] = []
+    result = run(TrainConfig(**settings), Path("s"), out=tmp_path / "a", say=said.append, **common)
     assert np.isfinite(result.evaluation.mean_loss).all()
+    assert any("starts by copying" in line for line in said)
+    said.clear()
+    run(TrainConfig(init="random", **settings), Path("s"), out=tmp_path / "b", say=said.append, **common)
+    run(TrainConfig(layer="qwen3", **settings), Path("s"), out=tmp_path / "c", say=said.append, **common)
+    assert not any("starts by copying" in line for line in said)
+    with pytest.raises(ConfigError, match=r"init is 'copy', but the drafter is EAGLE-3 with layer 'qwen3'"):
+        run(TrainConfig(init="copy", layer="qwen3"), Path("s"), out=tmp_path / "d", **common)
+
+
+def test_one_row_records_are_no_sample(tmp_path: Path) -> None:
+    from specdec_trainer.data import Dataset, survey
+
+    rng = np.random.default_rng(0)
+    short = FakeRecord([1, 2], [(0, 2, "response")], rng.random((1, 3, 8)), rng.random((1, 8)))
+    long = FakeRecord(range(9), [(0, 9, "response")], rng.random((8, 3, 8)), rng.random((8, 8)))
+    store = FakeStore([short, long])
+    found = survey(store, [0, 1], vocab_size=23, max_length=99)
+    ((aux, own),) = Dataset(store, found).own_tokens(5)
+    assert own.tolist() == list(range(1, 8))
+    np.testing.assert_array_equal(aux.numpy(), long.aux()[1:].view(np.float32))

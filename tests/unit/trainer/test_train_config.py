@@ -57,7 +57,7 @@ def test_broken_files_are_named(tmp_path: Path, text: str, message: str) -> None
 
 def test_flags_arrive_as_text() -> None:
     values = convert(
-        {"lr": "1e-3", "ttt_steps": "5", "train_lm_head": "true", "max_steps": "none", "init": "identity"},
+        {"lr": "1e-3", "ttt_steps": "5", "train_lm_head": "true", "max_steps": "none", "init": "copy"},
         "flags",
     )
     assert values == {
@@ -65,9 +65,9 @@ def test_flags_arrive_as_text() -> None:
         "ttt_steps": 5,
         "train_lm_head": True,
         "max_steps": None,
-        "init": "identity",
+        "init": "copy",
     }
     with pytest.raises(ConfigError, match=r"ttt_steps is '2.5'; expected a whole number \(flags\)"):
         convert({"ttt_steps": "2.5"}, "flags")
-    with pytest.raises(ConfigError, match=r"init is 'best'; expected one of 'random', 'identity', 'layer'"):
+    with pytest.raises(ConfigError, match=r"init is 'best'; expected one of 'auto', 'copy', 'random'"):
         convert({"init": "best"}, "flags")
