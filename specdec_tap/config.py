@@ -93,6 +93,13 @@ class TapConfig:
     max_age_s: float | None = None
     """Sealed shards older than this are removed, in seconds. None keeps them."""
 
+    upload_url: str | None = None
+    """Store that receives every sealed shard, such as ``s3://bucket/shards`` (any fsspec URL). Shards are
+    written to ``dir`` first; ``max_bytes`` and ``max_age_s`` then remove only what the store has."""
+
+    upload_remove_local: bool = False
+    """True: a sealed shard is removed here once the store has it, but for the newest of a stream."""
+
     writer_nice: int = 10
     """Scheduling niceness of the writer process, 0 to 19: serving comes first on a busy CPU."""
 
@@ -132,6 +139,10 @@ class TapConfig:
                 f"max_bytes is {self.max_bytes:,}; expected at least two shards (max_shard_bytes is "
                 f"{self.max_shard_bytes:,}; lower it too)"
             )
+        if self.upload_url is not None and "://" not in self.upload_url:
+            problems.append(f"upload_url is {self.upload_url!r}; expected a URL such as s3://bucket/shards")
+        if self.upload_remove_local and self.upload_url is None:
+            problems.append("upload_remove_local is true but upload_url is not set, so it has no effect")
         for name in ("min_tokens", "ring_bytes", "min_free_bytes"):
             if getattr(self, name) < 0:
                 problems.append(f"{name} is {getattr(self, name):,}; expected 0 or more")

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +34,14 @@ class _File(NamedTuple):
     sealed: bool
 
 
-def enforce(root: Path, own_stream: str, *, max_bytes: int | None, max_age_s: float | None) -> list[Removed]:
+def enforce(
+    root: Path,
+    own_stream: str,
+    *,
+    max_bytes: int | None,
+    max_age_s: float | None,
+    may_go: Callable[[Path], bool] | None = None,
+) -> list[Removed]:
     """Remove the oldest sealed shards until the folder is inside its bounds.
 
     Only sealed shards of this writer's stream and of streams without a living writer are removed: another
@@ -45,6 +52,8 @@ def enforce(root: Path, own_stream: str, *, max_bytes: int | None, max_age_s: fl
         own_stream: Name of the caller's stream.
         max_bytes: Most bytes of all shards together, journals included; None: no limit.
         max_age_s: Oldest a sealed shard may get, by its modification time, in seconds; None: no limit.
+        may_go: Asked before a shard is removed; where it says no (a store does not have it yet) the shard
+            stays, and the folder may be larger than its bounds until then.
 
     Returns:
         What was removed, oldest first.
@@ -64,6 +73,8 @@ def enforce(root: Path, own_stream: str, *, max_bytes: int | None, max_age_s: fl
                 living[folder] = is_locked(folder / LOCK_NAME)
             if living[folder]:
                 continue
+        if may_go is not None and not may_go(file.path):
+            continue
         try:
             file.path.unlink()
         except FileNotFoundError:  # another writer was first

@@ -33,6 +33,7 @@ from .assembler import GRANULE, Assembler, NewRequest, SinkError
 from .retention import end_dead_streams, enforce, write_status
 from .ring import Ring
 from .status import SERVER_ID_VARIABLE, STATUS_NAME
+from .upload import BackgroundUpload
 
 logger = logging.getLogger("specdec_tap.writer")
 
@@ -132,6 +133,14 @@ class Writer:
             max_index_tokens=index_tokens(int(hello["cache_tokens"])),
             granule=granule if granule >= 4 else GRANULE,
         )
+        self.upload: BackgroundUpload | None = None
+        if self.config.upload_url is not None:
+            self.upload = BackgroundUpload(
+                self.config.dir,
+                self.header.stream,
+                self.config.upload_url,
+                remove_local=self.config.upload_remove_local,
+            )
         self.status_path = self.config.dir / self.header.stream / STATUS_NAME
         self._status_at = self._retention_at = 0.0
         self._num_errors = self._num_sealed = 0
@@ -253,7 +262,14 @@ class Writer:
 
     def _enforce(self) -> None:
         config, stream = self.config, self.header.stream
-        for gone in enforce(config.dir, stream, max_bytes=config.max_bytes, max_age_s=config.max_age_s):
+        removed = enforce(
+            config.dir,
+            stream,
+            max_bytes=config.max_bytes,
+            max_age_s=config.max_age_s,
+            may_go=None if self.upload is None else self.upload.has,
+        )
+        for gone in removed:
             self.ring.writer.add("retired_bytes", gone.num_bytes)
             if gone.stream == stream:
                 self.assembler.forget_shard(gone.shard)
@@ -263,6 +279,7 @@ class Writer:
             free = shutil.disk_usage(self.config.dir).free
         except OSError:
             free = None
+        upload = None if self.upload is None else self.upload.status()
         return {
             "stream": self.header.stream,
             "pid": os.getpid(),
@@ -279,7 +296,8 @@ class Writer:
             "disk_free_bytes": free,
             "min_free_bytes": self.config.min_free_bytes,
             "max_bytes": self.config.max_bytes,
-            "last_error": self.sink.last_error,
+            "last_error": self.sink.last_error or (upload and upload["last_error"]),
+            "upload": upload,
             "engine": dict(self.header.engine),
             "aux_layer_ids": list(self.header.aux_layer_ids),
         }
@@ -289,6 +307,9 @@ class Writer:
         self.assembler.on_end()
         self.sink.attempt(self.sink.writer.close)
         self.tick(closed=True)
+        if self.upload is not None:
+            self.upload.close()
+            self.tick(closed=True)
 
 
 def index_tokens(cache_tokens: int) -> int:

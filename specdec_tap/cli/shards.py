@@ -645,10 +645,13 @@ def _upload(args: argparse.Namespace) -> int:
                 "already_there": report.already_there,
                 "removed_locally": report.removed_locally,
                 "failed": report.failed,
+                "not_tried": report.not_tried,
             }
         )
     else:
         print(f"uploaded {len(report.uploaded):,} files, {report.already_there:,} were there")
         for message in report.failed:
             print(f"not uploaded: {message}", file=sys.stderr)
+        if report.not_tried:
+            print(f"not tried: {report.not_tried:,} more files; the store seems to be away", file=sys.stderr)
     return 1 if report.failed else 0

@@ -27,6 +27,8 @@ logger = logging.getLogger("specdec_tap.shards.remote")
 CHUNK_BYTES = 4 << 20
 DEFAULT_CACHE_BYTES = 8 << 30
 _TRIES = 5
+_FAILURES_IN_A_ROW = 3
+"""After so many a store is taken to be away, and the rest of the files wait for the next round."""
 _TARGET = "target"
 # Stores in which writing a file is one step; elsewhere a file is written beside and renamed.
 _ATOMIC_PROTOCOLS = ("s3", "s3a", "gs", "gcs", "abfs", "az", "memory")
@@ -288,12 +290,21 @@ class UploadReport:
     removed_locally: int = 0
     failed: list[str] = field(default_factory=list)
     """Message of each file that could not be uploaded now; it stays where it is."""
+    not_tried: int = 0
+    """Files that were left for the next round because the store seems to be away."""
 
 
 class Uploader:
     """Copies sealed shards and ``target/`` of a local folder to a store, again and again if wanted."""
 
-    def __init__(self, root: Path, url: str, *, remove_local: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        url: str,
+        *,
+        remove_local: bool = False,
+        wanted: Callable[[str], bool] | None = None,
+    ) -> None:
         """Prepare; nothing is read or sent yet.
 
         Args:
@@ -301,6 +312,10 @@ class Uploader:
             url: Where to, such as ``s3://bucket/shards``.
             remove_local: Remove a sealed shard here once the store has it, except the newest of each stream.
                 Records whose blocks went this way are read from the store.
+            wanted: Which streams (and ``target``) to send, by name; all if None.
+
+        Raises:
+            InputError: No such folder, or fsspec or the store's driver is not installed.
         """
         if not root.is_dir():
             raise InputError(f"{str(root)!r} is not a folder")
@@ -308,7 +323,9 @@ class Uploader:
         self._fs, self._base = open_filesystem(url)
         self._url = url.rstrip("/")
         self._remove_local = remove_local
-        self._known: set[str] = set()
+        self._wanted = wanted
+        self._known: dict[str, int] = {}
+        """Size of each file that the store has, by its path inside the folder."""
         protocols = self._fs.protocol if isinstance(self._fs.protocol, list | tuple) else (self._fs.protocol,)
         self._atomic = any(p in _ATOMIC_PROTOCOLS for p in protocols)
 
@@ -316,27 +333,47 @@ class Uploader:
         """Upload everything that is sealed and not there yet. A failure leaves the file for the next
         round."""
         report = UploadReport()
+        in_a_row = 0
         for path, inside in self._files():
+            if in_a_row >= _FAILURES_IN_A_ROW:
+                report.not_tried += inside not in self._known
+                continue
             try:
                 size = path.stat().st_size
-                if inside not in self._known:
+                if self._known.get(inside) != size:
                     if self._remote_size(inside) == size:
                         report.already_there += 1
                     else:
                         self._upload(path, inside, size)
                         report.uploaded.append(inside)
-                    self._known.add(inside)
+                    self._known[inside] = size
             except FileNotFoundError:
                 continue  # retention removed it meanwhile
             except Exception as err:
                 # Whatever the driver raised: the shard is safe here, and the next round tries again.
                 report.failed.append(f"{inside}: {type(err).__name__}: {err}")
-                logger.warning("could not upload %s to %s: %s", inside, self._url, err)
+                in_a_row += 1
+                if len(report.failed) == 1:  # one line a round, however many files there are
+                    logger.warning("could not upload %s to %s: %s", inside, self._url, err)
                 continue
+            in_a_row = 0
             if self._remove_local and self._may_go(path):
                 path.unlink(missing_ok=True)
                 report.removed_locally += 1
         return report
+
+    @property
+    def num_known(self) -> int:
+        """Files that the store has, as far as this uploader has seen."""
+        return len(self._known)
+
+    def has(self, path: Path) -> bool:
+        """Whether the store has this local file, as it is now."""
+        try:
+            size = path.stat().st_size
+        except OSError:
+            return False
+        return self._known.get(f"{path.parent.name}/{path.name}") == size
 
     def follow(self, stop: threading.Event, interval_s: float = 10.0) -> None:
         """Run rounds until ``stop`` is set, then a last one. For a thread of its own."""
@@ -351,7 +388,7 @@ class Uploader:
     def _files(self) -> list[tuple[Path, str]]:
         files = []
         for folder in sorted(p for p in self._root.iterdir() if p.is_dir() and not p.is_symlink()):
-            if folder.name.startswith("."):
+            if folder.name.startswith(".") or not (self._wanted is None or self._wanted(folder.name)):
                 continue
             for path in sorted(folder.iterdir()):
                 sealed = SHARD_NAME.fullmatch(path.name) and path.name.endswith(SEALED_SUFFIX)
