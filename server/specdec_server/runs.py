@@ -35,6 +35,7 @@ EVAL_SERIES = (
     "loss",
     "accuracy",
     "simulated_acceptance_length",
+    "sampled_acceptance_length",
     "simulated_acceptance_per_position",
 )
 
@@ -349,6 +350,7 @@ def _evaluation(data: dict[str, Any]) -> dict[str, Any]:
         "output_tokens_per_s": speed,
         "baseline_output_tokens_per_s": baseline,
         "speedup": speedup,
+        "loads": _loads(data.get("loads")),
         "num_identical_answers": _number(data.get("identical_answers")),
         "num_compared_answers": _number(data.get("compared_answers")),
         "categories": {
@@ -359,6 +361,17 @@ def _evaluation(data: dict[str, Any]) -> dict[str, Any]:
         if isinstance(categories, dict)
         else {},
     }
+
+
+def _loads(value: Any) -> list[dict[str, Any]]:
+    """Speed by requests under way, from ``specdec-tap eval --loads``; ascending."""
+    names = ("concurrency", "output_tokens_per_s", "baseline_output_tokens_per_s", "speedup")
+    rows = [{name: _number(row.get(name)) for name in names} for row in _dicts(value)]
+    return sorted((row for row in rows if row["concurrency"]), key=lambda row: row["concurrency"])
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [row for row in value[:50] if isinstance(row, dict)] if isinstance(value, list) else []
 
 
 def _drafts(data: dict[str, Any]) -> dict[str, Any]:

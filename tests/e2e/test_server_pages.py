@@ -340,12 +340,18 @@ def test_evaluations_show_positions_categories_and_speed(wide):
     page = wide.go("/evaluations")
     assert page.locator("#live-evaluations > .table-wrap tbody tr").count() == 3
     page.locator("#chart-speedup canvas").wait_for()
+    assert page.locator("#chart-load canvas").count() == 1
     panel = page.locator("section.evaluation", has_text="eval-k3.json")
     assert (
         panel.locator(".bars").get_attribute("aria-label")
         == "Acceptance: position 1 26.2%, position 2 7.2%, position 3 2.3%"
     )
-    assert panel.locator("table tbody th").all_inner_texts() == ["math", "writing"]
+    assert panel.locator("table").first.locator("tbody td:last-child").all_inner_texts() == [
+        "1.50\u00d7",
+        "1.28\u00d7",
+        "1.01\u00d7",
+    ]
+    assert panel.locator("table").last.locator("tbody th").all_inner_texts() == ["math", "writing"]
     page.locator("#live-evaluations > .table-wrap tbody a", has_text="eval-k3.json").click()
     assert page.url.rpartition("#")[2] == panel.get_attribute("id")
 

@@ -180,6 +180,13 @@ EVALUATION = {
     "accepted_per_position": [2358, 648, 216], "requests": 80, "too_long": 0, "output_tokens": 10000,
     "output_tokens_per_s": 512.0, "baseline_output_tokens_per_s": 400.0, "speedup": 1.28,
     "identical_answers": 80, "compared_answers": 80,
+    "loads": [
+        {"concurrency": 1, "output_tokens_per_s": 90.0, "baseline_output_tokens_per_s": 60.0, "speedup": 1.5},
+        {"concurrency": 8, "output_tokens_per_s": 512.0, "baseline_output_tokens_per_s": 400.0,
+         "speedup": 1.28},
+        {"concurrency": 32, "output_tokens_per_s": 760.0, "baseline_output_tokens_per_s": 750.0,
+         "speedup": 1.0133},
+    ],
     "categories": {
         "writing": {"acceptance_length": 1.2, "acceptance_rate": 0.1,
                     "acceptance_per_position": [0.17, 0.02, 0.01], "num_drafts": 4000},

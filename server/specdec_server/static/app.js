@@ -449,7 +449,10 @@
     };
     drawMerged("chart-loss", positions("loss"), {});
     drawMerged("chart-accuracy", positions("accuracy"), { format: fmt.fraction });
-    drawMerged("chart-length", [{ label: "length", x: run.eval.step, values: run.eval.simulated_acceptance_length, color: COLORS[0], dots: true }], { format: (v) => (v === null || v === undefined ? MISSING : v.toFixed(3)) });
+    drawMerged("chart-length", [
+      { label: "greedy", x: run.eval.step, values: run.eval.simulated_acceptance_length, color: COLORS[0], dots: true },
+      { label: "the captured traffic", x: run.eval.step, values: run.eval.sampled_acceptance_length, color: COLORS[1], dots: true },
+    ], { format: (v) => (v === null || v === undefined ? MISSING : v.toFixed(3)) });
     drawMerged("chart-speed", [{ label: "tokens/s", x: run.train.step, values: run.train.tokens_per_s, color: COLORS[0] }], { zero: true });
     drawMerged("chart-wait", [{ label: "data wait", x: run.train.step, values: run.train.data_wait, color: COLORS[1] }], { zero: true, format: fmt.fraction });
     const rates = run.train.lr || [];
@@ -466,6 +469,8 @@
       for (const share of e.acceptance_per_position) values.push(values.at(-1) + (share || 0));
       return { label: e.name, x: values.map((v, k) => k), values, color: COLORS[i], dots: true };
     }), { xLabel: "draft tokens", format: (v) => (v === null || v === undefined ? MISSING : v.toFixed(3)) });
+    const under = (e) => e.loads.filter((load) => load.speedup);
+    drawMerged("chart-load", shown.filter((e) => under(e).length).map((e, i) => ({ label: e.name, x: under(e).map((load) => load.concurrency), values: under(e).map((load) => load.speedup), color: COLORS[i], dots: true })), { xLabel: "requests under way", format: (v) => (v === null || v === undefined ? MISSING : `${v.toFixed(2)}\u00d7`), nothing: "no evaluation with --loads has a baseline beside it" });
     const points = all.filter((e) => e.speedup).map((e) => [e.acceptance_per_position.length, e.speedup]);
     points.sort((a, b) => a[0] - b[0]);
     const best = new Map();
