@@ -15,13 +15,12 @@ if path=$(found); then
 fi
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "browser: installing Debian's chromium"
-    export DEBIAN_FRONTEND=noninteractive
-    apt-get install -y -qq --no-install-recommends chromium >/dev/null 2>&1 ||
-        { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1
+    install() { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
+    { install || { apt-get update -qq && install; }; } >/dev/null 2>&1
 fi
 if ! path=$(found); then
     echo "browser: downloading Playwright's build"
-    timeout 300 "$venv/bin/python" -m playwright install chromium >/dev/null 2>&1
+    timeout 120 "$venv/bin/python" -m playwright install chromium >/dev/null 2>&1
 fi
 if path=$(found); then
     echo "browser: $path"

@@ -444,8 +444,11 @@ def test_the_page_shows_the_live_capture_and_pauses_it(tapped):
 
 
 @pytest.mark.matrix
-def test_every_data_parallel_rank_is_seen_and_steered(tmp_path):
-    with serve(tmp_path, [*ARGUMENTS, "--data-parallel-size", "2"]) as both:
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_every_data_parallel_rank_is_seen_and_steered(tmp_path, api_servers):
+    """With two API servers vLLM's metrics page is made from files, and any of the two may be asked."""
+    more = ["--data-parallel-size", "2", "--api-server-count", str(api_servers)]
+    with serve(tmp_path, [*ARGUMENTS, *more]) as both:
         for _ in range(6):
             both.ask(n=4)
         status = both.settled()
