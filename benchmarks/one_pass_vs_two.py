@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_tap.prompts import iterate_prompts
+from specdec_tap.vllm_plugin.runner_common import plan_of
 
 PHASES = ("tap", "generate", "extract", "hf")
 
@@ -64,10 +65,12 @@ def run_generation(args: argparse.Namespace, folder: Path, tap: bool) -> dict[st
     started = time.perf_counter()
     outputs = generate(args, llm, prompts, args.max_tokens)
     generated = time.perf_counter()
-    core = llm.llm_engine.engine_core.engine_core
-    core.shutdown()  # the writer seals
-    while tap and list((folder / "shards").glob("*/*.open")):
-        time.sleep(0.02)
+    if tap:
+        # What the end of the engine does, without the rest of it: the writer seals what it holds.
+        model_runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        plan_of(model_runner).tap.close()
+        while list((folder / "shards").glob("*/*.open")):
+            time.sleep(0.005)
     ended = time.perf_counter()
     sequences = [list(output.prompt_token_ids) + list(output.outputs[0].token_ids) for output in outputs]
     (folder / "sequences.json").write_text(json.dumps(sequences))
@@ -85,6 +88,7 @@ def run_extract(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     ids = [2, layers // 2, layers - 3, layers]
     out = folder / "extracted"
+    out.mkdir()
     begin = time.perf_counter()
     llm = make_llm(
         args,
@@ -97,13 +101,18 @@ def run_extract(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "kv_connector_extra_config": {"shared_storage_path": str(out), "use_synchronization_lock": False},
         },
     )  # fmt: skip
+
+    def extract(prompts: Sequence[Sequence[int]]) -> None:
+        generate(args, llm, prompts, 1)
+        while len(list(out.glob("*.safetensors"))) < len(prompts):
+            llm.llm_engine.step()  # a request is saved in the step after its last one
+
+    extract([sequences[0][:8]])
+    for path in out.glob("*.safetensors"):
+        path.unlink()
     started = time.perf_counter()
     # The last token is never fed in a serving run, so its state is not needed here either.
-    generate(args, llm, [ids[:-1] for ids in sequences], 1)
-    while len(list(out.glob("*.safetensors"))) < len(sequences):
-        time.sleep(0.02)
-    core = llm.llm_engine.engine_core.engine_core
-    core.shutdown()
+    extract([ids[:-1] for ids in sequences])
     return {"start_s": started - begin, "work_s": time.perf_counter() - started}
 
 

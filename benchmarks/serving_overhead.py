@@ -49,9 +49,9 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 def hook_times(hidden_sizes: Sequence[int], steps: int) -> dict[str, Any]:
     """Time both hooks together, per runner and hidden size.
 
-    On a CPU the worker itself copies the states, at the speed of memory. So each step also times that copy
-    alone, into as much memory as the ring has, and ``hook_us_per_step`` is the rest: what the hook adds
-    whatever the hidden size is, and all that is left of it on a device that copies by itself.
+    On a CPU the worker itself copies the states, at the speed of memory; ``copy_us`` is the time of that one
+    operation. ``hook_us_per_step`` is all the rest: what the hook costs whatever the hidden size is, and what
+    it costs the host where a device does the copy.
     """
     import torch
 
@@ -66,9 +66,11 @@ def hook_times(hidden_sizes: Sequence[int], steps: int) -> dict[str, Any]:
 
 
 def hook_time(runner_name: str, hidden: int, steps: int, folder: Path) -> dict[str, float]:
-    """Return medians in microseconds: the hooks, the copy alone, and the difference."""
+    """Return medians in microseconds: the hooks, the copy in them, and the difference."""
     import torch
     from helpers.fake_engine import FakeRunner, make_tap, new_request, schedule
+
+    from specdec_tap.vllm_plugin import staging
 
     tap = make_tap(folder / "shards", hidden_size=hidden, limits={"max_rows": 4 * BATCH})
     runner = FakeRunner(runner_name, hidden)
@@ -76,9 +78,16 @@ def hook_time(runner_name: str, hidden: int, steps: int, folder: Path) -> dict[s
     tap.on_schedule(schedule([new_request(name, [1, 2, 3], max_tokens=4000) for name in ids]))
     tap.on_step(runner.step(ids, [3] * BATCH, [0] * BATCH, [1, 2, 3] * BATCH, [[4]] * BATCH))
     states = torch.randn(4, BATCH, hidden).bfloat16()
-    layers = list(states)
-    memory = torch.zeros(max(1, tap.ring.size // states.nbytes), *states.shape, dtype=states.dtype)
-    hooks, copies = [], []
+    hooks: list[float] = []
+    copies: list[float] = []
+    gather = staging.gather_states
+
+    def timed(*args: Any) -> None:
+        begin = time.perf_counter_ns()
+        gather(*args)
+        copies.append((time.perf_counter_ns() - begin) / 1e3)
+
+    staging.gather_states = timed
     for number in range(steps):
         step = runner.step(list(ids), [1] * BATCH, [3 + number] * BATCH, [4] * BATCH, [[4]] * BATCH, states)
         nothing_new = schedule()
@@ -86,16 +95,14 @@ def hook_time(runner_name: str, hidden: int, steps: int, folder: Path) -> dict[s
         tap.on_schedule(nothing_new)
         tap.on_step(step)
         hooks.append((time.perf_counter_ns() - begin) / 1e3)
-        begin = time.perf_counter_ns()
-        torch.stack([layer[:BATCH] for layer in layers], out=memory[number % len(memory)])
-        copies.append((time.perf_counter_ns() - begin) / 1e3)
         while tap.ring.used_bytes_now() > tap.ring.size // 2:  # let the writer catch up
             time.sleep(0.001)
+    staging.gather_states = gather
     worker = tap.status()["worker"]
     tap.active = False
     tap.channel.finish()
     tap.close()
-    if worker["given_up"] or worker["hook_errors"]:
+    if worker["given_up"] or worker["hook_errors"] or len(copies) != steps:
         raise SystemExit(f"the hooks lost requests: {worker}")
     rest = [hook - copy for hook, copy in zip(hooks, copies, strict=True)]
     values = {"hook_us": hooks, "copy_us": copies, "rest_us": rest}

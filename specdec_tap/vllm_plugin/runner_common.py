@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .hooks import plan_if_configured
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
     from .attach import Plan
-    from .tap import EngineStep
 
 PLAN = "_specdec_tap_plan"
+
+
+class EngineStep(NamedTuple):
+    """One step of either model runner, rows not yet overwritten by the next forward."""
+
+    req_ids: list[str]
+    """Batch order."""
+    query_start_loc: np.ndarray
+    """int32 ``[R + 1]`` on the host."""
+    positions: torch.Tensor
+    """int64 ``[>= rows]``, as the forward used them."""
+    input_ids: torch.Tensor
+    """``[>= rows]``, as the forward used them."""
+    states: list[torch.Tensor]
+    """One ``[>= rows, H]`` tensor per aux layer, then the post-norm final state. Rows past
+    ``query_start_loc[R]`` are padding."""
+    sampled: torch.Tensor
+    """``[>= R, S]`` token ids; without ``num_sampled``, -1 marks rejected drafts."""
+    num_sampled: torch.Tensor | None = None
+    """``[>= R]``: how many of them are valid (V2), or None (V1)."""
+    unfinished: np.ndarray | None = None
+    """bool ``[R]`` on the host (V1): prefill chunks that are not the last one, so that what was sampled for
+    them means nothing."""
 
 
 def plan_of(runner: Any) -> Plan | None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .runner_common import plan_of, wrap_init, wrap_reload_weights, wrap_sample, wrap_sample_tokens
-
-if TYPE_CHECKING:
-    from .tap import EngineStep
+from .runner_common import (
+    EngineStep,
+    plan_of,
+    wrap_init,
+    wrap_reload_weights,
+    wrap_sample,
+    wrap_sample_tokens,
+)
 
 
 def patch(module: ModuleType) -> None:
@@ -53,16 +57,15 @@ def _wrap_execute(original: Any) -> Any:
 
 
 def _step(self: Any, state: Any, slots: tuple[int, ...], result: Any) -> EngineStep:
-    from .tap import EngineStep
-
     batch = self.input_batch
     num_requests = batch.num_reqs
+    aux = state.aux_hidden_states
     return EngineStep(
         req_ids=batch.req_ids,
         query_start_loc=self.query_start_loc.np[: num_requests + 1],
         positions=self.positions,
         input_ids=self.input_ids.gpu,
-        states=[*(state.aux_hidden_states[slot] for slot in slots), state.hidden_states],
+        states=[*[aux[slot] for slot in slots], state.hidden_states],
         sampled=result.sampled_token_ids,
         unfinished=self.discard_request_mask.np[:num_requests],
     )

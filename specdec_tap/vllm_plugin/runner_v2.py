@@ -10,12 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .runner_common import plan_of, wrap_init, wrap_reload_weights, wrap_sample, wrap_sample_tokens
-
-if TYPE_CHECKING:
-    from .tap import EngineStep
+from .runner_common import (
+    EngineStep,
+    plan_of,
+    wrap_init,
+    wrap_reload_weights,
+    wrap_sample,
+    wrap_sample_tokens,
+)
 
 
 def patch(module: ModuleType) -> None:
@@ -45,6 +49,10 @@ def _wrap_load_model(original: Any) -> Any:
             eagle3_utils.verify_supports_aux_hidden_states_over_pp(self.model, "specdec-tap")
             eagle3_utils.reserve_aux_intermediate_tensor_slots(self.model)
             self.pp_handler.configure_aux_hidden_state_relay(self.model)
+            if not self.is_first_pp_rank:  # load_model made them without room for aux states
+                self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                    batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+                )
         self.use_aux_hidden_state_outputs = plan.attached or plan.own_flag
         return result
 
@@ -71,15 +79,14 @@ def _replace(state: Any, aux: Any) -> Any:
 
 
 def _step(self: Any, state: Any, slots: tuple[int, ...], result: Any) -> EngineStep:
-    from .tap import EngineStep
-
     batch = state.input_batch
+    aux = state.aux_hidden_states
     return EngineStep(
         req_ids=batch.req_ids,
         query_start_loc=batch.query_start_loc_np[: batch.num_reqs + 1],
         positions=batch.positions,
         input_ids=batch.input_ids,
-        states=[*(state.aux_hidden_states[slot] for slot in slots), state.hidden_states],
+        states=[*[aux[slot] for slot in slots], state.hidden_states],
         sampled=result[0].sampled_token_ids,
         num_sampled=result[1],
     )

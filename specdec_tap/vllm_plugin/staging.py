@@ -8,8 +8,7 @@ copies that buffer to the ring, whose pages are pinned, and an event says when; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,27 +22,23 @@ MAX_STAGING_BYTES = 256 << 20
 """Size of one of the two device buffers; a larger step goes through in slices."""
 
 
-@dataclass(slots=True)
-class StepRows:
-    """What one step brings, and which of it is wanted.
-
-    Args:
-        layout: Shape of the step in the ring.
-        states: One ``[>= rows, H]`` tensor per layer.
-        positions: int64 ``[>= rows]``.
-        input_ids: ``[>= rows]``.
-        rows: int64: which rows to take; None takes the first ``layout.num_rows``.
-        sampled: ``[>= num_requests, num_columns]``.
-        num_sampled: ``[>= num_requests]``, on the host (NumPy) or the device.
-    """
+class StepRows(NamedTuple):
+    """What one step brings, and which of it is wanted."""
 
     layout: StepLayout
+    """Shape of the step in the ring."""
     states: Sequence[torch.Tensor]
+    """One ``[>= rows, H]`` tensor per layer."""
     positions: torch.Tensor
+    """int64 ``[>= rows]``."""
     input_ids: torch.Tensor
+    """``[>= rows]``."""
     rows: np.ndarray | None
+    """int64: which rows to take; None takes the first ``layout.num_rows``."""
     sampled: torch.Tensor
+    """``[>= num_requests, num_columns]``."""
     num_sampled: torch.Tensor | np.ndarray
+    """``[>= num_requests]``, on the host (NumPy) or the device."""
 
 
 class Stager(Protocol):
@@ -76,16 +71,16 @@ class CpuStager:
     """For the CPU backend: plain copies by the calling thread, through typed views of the whole ring."""
 
     def __init__(self, ring: Ring, dtype: torch.dtype) -> None:
-        self._states = torch.frombuffer(ring.buffer, dtype=torch.uint8)[CONTROL_BYTES:].view(dtype)
+        self._states = torch.frombuffer(ring.buffer, dtype=torch.uint8).view(dtype)
         self._longs, self._ints = ring.data.view(np.int64), ring.data.view(np.int32)
         self._item = dtype.itemsize
 
     def stage(self, step: StepRows, at: list[int], offset: int) -> None:
         num_rows, hidden = step.layout.num_rows, step.layout.hidden_size
         index = None if step.rows is None else torch.from_numpy(step.rows)
-        begin = offset // self._item
-        target = self._states[begin : begin + step.layout.num_layers * num_rows * hidden]
-        gather_states(step, index, target.view(-1, num_rows, hidden))
+        shape, strides = (step.layout.num_layers, num_rows, hidden), (num_rows * hidden, hidden, 1)
+        begin = (CONTROL_BYTES + offset) // self._item  # as_strided counts from the storage's beginning
+        gather_states(step, index, self._states.as_strided(shape, strides, begin))
         take = slice(num_rows) if step.rows is None else step.rows
         begin = (offset + at[1]) // 8
         self._longs[begin : begin + num_rows] = step.positions.numpy()[take]

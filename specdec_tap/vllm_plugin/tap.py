@@ -30,6 +30,7 @@ from ..config import TapConfig
 from ..errors import ConfigError
 from ..shards.layout import MAX_REQUEST_ID_CHARS, ShardHeader
 from .channel import WriterChannel
+from .runner_common import EngineStep
 from .staging import StepRows, make_stager
 
 logger = logging.getLogger("vllm.specdec_tap")  # inside vLLM only the "vllm" logger has a handler
@@ -59,33 +60,6 @@ def parse_spans(text: str, num_tokens: int) -> list[tuple[int, int]]:
     if any(a == b for a, b in spans):
         raise ValueError(f"{text[:80]!r} holds an empty range")
     return spans
-
-
-@dataclass(slots=True)
-class EngineStep:
-    """One step of either model runner, rows not yet overwritten by the next forward.
-
-    Args:
-        req_ids: Batch order.
-        query_start_loc: int32 ``[R + 1]`` on the host.
-        positions: int64 ``[>= rows]``, as the forward used them.
-        input_ids: ``[>= rows]``, as the forward used them.
-        states: One ``[>= rows, H]`` tensor per aux layer, then the post-norm final state. Rows past
-            ``query_start_loc[R]`` are padding.
-        sampled: ``[>= R, S]`` token ids; without ``num_sampled``, -1 marks rejected drafts.
-        num_sampled: ``[>= R]``: how many of them are valid (V2), or None (V1).
-        unfinished: bool ``[R]`` on the host (V1): prefill chunks that are not the last one, so that what was
-            sampled for them means nothing.
-    """
-
-    req_ids: list[str]
-    query_start_loc: np.ndarray
-    positions: torch.Tensor
-    input_ids: torch.Tensor
-    states: list[torch.Tensor]
-    sampled: torch.Tensor
-    num_sampled: torch.Tensor | None = None
-    unfinished: np.ndarray | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -152,6 +126,7 @@ class Tap:
                 f"to {4 * least:,} or leave it at 0"
             )
         self.ring = Ring.create(size)
+        self._ring_longs, self._ring_ints = self.ring.data.view(np.uint64), self.ring.data.view(np.int32)
         self._count = self.ring.worker.add
         self._stager = make_stager(self.ring, getattr(torch, header.dtype), step, device)
         self._salt = os.urandom(8)
@@ -159,6 +134,7 @@ class Tap:
         self._next_handle = 1
         self._batch_ids: list[str] = []
         self._batch_handles = np.zeros(0, np.uint64)
+        self._batch_captured = 0
         self._failures = 0
         self._loss_counted = False
         self._num_silent = 0
@@ -224,7 +200,7 @@ class Tap:
         view = make_step()
         handles = self._handles_of(view.req_ids)
         num_requests, starts, sampled = len(handles), view.query_start_loc, view.sampled
-        captured = np.count_nonzero(handles)
+        captured = self._batch_captured
         if captured == 0:
             return
         num_rows = int(starts[-1])
@@ -257,11 +233,10 @@ class Tap:
         ticket = self._stager.stage(
             StepRows(layout, view.states, view.positions, view.input_ids, rows, sampled, valid), at, offset
         )
-        data = self.ring.data
-        begin = offset + at[5]
-        data[begin : begin + 8 * num_requests].view(np.uint64)[:] = handles
-        begin = offset + at[6]
-        data[begin : begin + 4 * num_requests + 4].view(np.int32)[:] = starts
+        begin = (offset + at[5]) // 8
+        self._ring_longs[begin : begin + num_requests] = handles
+        begin = (offset + at[6]) // 4
+        self._ring_ints[begin : begin + num_requests + 1] = starts
         step = protocol.Step(offset, end, num_rows, num_requests, columns)
         self.channel.post(protocol.pack_step(step), ticket)
         self.channel.pump()
@@ -361,6 +336,7 @@ class Tap:
         if req_ids != self._batch_ids:
             table = self._handles
             self._batch_handles = np.array([table.get(r, 0) for r in req_ids], np.uint64)
+            self._batch_captured = int(np.count_nonzero(self._batch_handles))
             self._batch_ids = list(req_ids)
         return self._batch_handles
 

@@ -136,10 +136,9 @@ def test_a_step_is_whole_when_its_event_is_done_whatever_the_device_delays(
         rows = make_rows(rng, dtype=dtype, **step)
         at = rows.layout.offsets()
         ticket = stager.stage(rows, at, offset)
-        waiting.append((ticket, offset, rows))
+        waiting.append((ticket, offset, rows._replace(states=[s.clone() for s in rows.states])))
         offset += at[-1]
         for state in rows.states:  # the next forward overwrites what this one left
-            rows.states = [s.clone() for s in rows.states]
             state.fill_(float("nan"))
         streams.advance(advance)
         for event, begin, held in waiting:

@@ -56,7 +56,7 @@ def with_nan(stage: Any) -> Any:
     @functools.wraps(stage)
     def call(self: Any, step: Any, *args: Any) -> Any:
         if due("nan"):
-            step.states = [*step.states[:-1], step.states[-1] * float("nan")]
+            step = step._replace(states=[*step.states[:-1], step.states[-1] * float("nan")])
         return stage(self, step, *args)
 
     return call
