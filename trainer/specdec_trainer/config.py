@@ -89,9 +89,9 @@ class TrainConfig:
     mask_token_id: int | None = None
     """Token whose embedding stands for an unknown one in peagle; None takes the target's padding token, or
     its last one."""
-    prompt_weight: float = 0.0
-    """Loss weight of prompt tokens, which have no target distribution unless captured with final_hidden:
-    all."""
+    prompt_weight: float | None = None
+    """Loss weight of prompt tokens; None: 1 where the shards hold the target's distribution of them (captured
+    with final_hidden: all), else 0."""
 
     # -- optimization
     optimizer: Literal["muon", "adamw"] = "muon"
@@ -223,7 +223,6 @@ class TrainConfig:
             if getattr(self, name) <= 0:
                 problems.append(f"{name} is {getattr(self, name)}; expected more than 0")
         for name in (
-            "prompt_weight",
             "weight_decay",
             "adamw_weight_decay",
             "clip",
@@ -235,6 +234,8 @@ class TrainConfig:
         ):
             if getattr(self, name) < 0:
                 problems.append(f"{name} is {getattr(self, name)}; expected 0 or more")
+        if self.prompt_weight is not None and self.prompt_weight < 0:
+            problems.append(f"prompt_weight is {self.prompt_weight}; expected 0 or more")
         if not 0 < self.ttt_decay <= 1:
             problems.append(f"ttt_decay is {self.ttt_decay}; expected more than 0, at most 1")
         if self.norm_before_fc and self.fc_norm:

@@ -90,7 +90,7 @@ class Feed:
             return
         found = data.survey(
             self.store, [index], vocab_size=self.vocab_size, max_length=self.config.max_length,
-            prompt_weight=self.config.prompt_weight,
+            prompt_weight=0.0 if out else self.config.prompt_weight or 0.0,
         )  # fmt: skip
         with self._lock:
             (self.held if out else self.seen).add(found)

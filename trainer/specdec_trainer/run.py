@@ -162,6 +162,9 @@ def _run(
             store = follow.open_live(shards, config.follow_idle)
     store, target = open_inputs(shards, target_path, store)
     store = inputs.view(store, kind)
+    if config.prompt_weight is None:
+        everywhere = getattr(store.header, "final_scope", "response") == "all"
+        config = dataclasses.replace(config, prompt_weight=1.0 if everywhere else 0.0)
     captured = tuple(store.header.aux_layer_ids)
     building.check_layers(captured, target)
     aux_ids = building.chosen_layers(config, captured)
@@ -186,8 +189,8 @@ def _run(
         held = feed.held
     else:
         training, evaluation = data.split(store, config.held_out)
-        survey = _survey(config, target, store, training)
-        held = _survey(config, target, store, evaluation)
+        survey = _survey(config, target, store, training, config.prompt_weight)
+        held = _survey(config, target, store, evaluation, 0.0)  # a server drafts answers only
     say(f"training: {survey.explain()}")
     say(f"held out: {held.records:,} records, {held.supervised:,} supervised tokens")
     check_supervised(survey)
@@ -530,13 +533,15 @@ def check_supervised(survey: data.Survey) -> None:
         raise InputError(f"0 supervised tokens: nothing to train on. Found {survey.explain()}")
 
 
-def _survey(config: TrainConfig, target: Target, store: Any, indices: list[int]) -> data.Survey:
+def _survey(
+    config: TrainConfig, target: Target, store: Any, indices: list[int], prompt_weight: float
+) -> data.Survey:
     return data.survey(
         store,
         indices,
         vocab_size=target.vocab_size,
         max_length=config.max_length,
-        prompt_weight=config.prompt_weight,
+        prompt_weight=prompt_weight,
     )
 
 

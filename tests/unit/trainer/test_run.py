@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -281,6 +282,22 @@ def test_prompt_tokens_and_feature_loss_train(target: Path, tmp_path: Path) -> N
     result = go(target, tmp_path / "run", prompt_weight=0.5, epochs=2)
     assert result.evaluation is not None
     assert go(target, tmp_path / "feature", feature_weight=1.0, epochs=2).evaluation is not None
+
+
+def test_prompt_tokens_train_where_the_target_said_something_about_them(target: Path, tmp_path: Path) -> None:
+    """Shards with final states everywhere train on prompts; the held-out numbers stay those of answers."""
+    answers, everything = learnable_store(target), learnable_store(target)
+    everything.header = SimpleNamespace(**vars(answers.header), final_scope="all")
+    for record in everything:
+        record.final_span = [(0, record.num_rows)]
+    counts = {}
+    for name, store in (("answers", answers), ("everything", everything)):
+        go(target, tmp_path / name, store=store, epochs=1)
+        first = lines(tmp_path / name, "start")[0]
+        assert first["settings"]["prompt_weight"] == (1.0 if name == "everything" else 0.0)
+        counts[name] = first["training"]["supervised_tokens"], first["held_out"]["supervised_tokens"]
+    assert counts["everything"][0] > counts["answers"][0]
+    assert counts["everything"][1] == counts["answers"][1]
 
 
 def test_config_problems_are_reported_together() -> None:
