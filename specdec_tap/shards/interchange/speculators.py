@@ -56,7 +56,7 @@ def read(source: Path, hidden_size: int) -> Iterator[Sample]:
 
 
 def write(samples: Iterable[Sample], out: Path, final_hidden: str) -> None:
-    """``hidden_states/hs_I.safetensors`` and, if ``datasets`` is installed, the dataset in ``data/``."""
+    """The dataset in ``out`` itself and ``hidden_states/hs_I.safetensors`` in it: where its trainer looks."""
     assert final_hidden == "pre_norm", "speculators keeps states before the norm"
     rows: list[dict[str, Any]] = []
     folder = out / "hidden_states"
@@ -85,7 +85,9 @@ def write(samples: Iterable[Sample], out: Path, final_hidden: str) -> None:
     if rows:
         table = pyarrow.Table.from_pylist(rows)
         # Without a fingerprint, datasets pickles the table to make one, which pyarrow's types may refuse.
-        Dataset(table, fingerprint=f"specdec-tap-{len(rows)}").save_to_disk(str(out / "data"))
+        # Its trainer compares tensors, so it wants the rows in that format.
+        dataset = Dataset(table, fingerprint=f"specdec-tap-{len(rows)}").with_format("torch")
+        dataset.save_to_disk(str(out))
 
 
 def _write_safetensors(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
