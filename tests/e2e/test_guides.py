@@ -50,7 +50,7 @@ class Shell:
     def __init__(self, folder: Path, changes: dict[str, str]) -> None:
         self.folder = folder
         self.port = serving.free_port()
-        self.changes = {":8000": f":{self.port}", **changes}
+        self.changes = {":8000": f":{self.port}", "--port 8000": f"--port {self.port}", **changes}
         self.env = {k: v for k, v in os.environ.items() if not k.startswith("SPECDEC_TAP")} | ENVIRONMENT
         (folder / "bin").mkdir()
         (folder / "bin" / "sbatch").write_text(SBATCH)
@@ -68,7 +68,7 @@ class Shell:
             found = dict(item.split("=", 1) for item in done.split("\0") if "=" in item)
             self.env |= {k: v for k, v in found.items() if k.startswith(("SPECDEC_TAP", "VLLM"))}
             return ""
-        words = shlex.split(command.split(" #")[0])
+        words = [word for word in shlex.split(command) if not word.startswith("SPECDEC_TAP_")]
         if words[:2] == ["vllm", "serve"] or (words[1] == "recipe" and words[3] in ("serve", "draft")):
             self.serve(command)
             return ""
@@ -92,7 +92,7 @@ class Shell:
         log = self.folder / "serve.log"
         with log.open("wb") as file:
             self._server = subprocess.Popen(
-                ["bash", "-c", f"exec {command}" if not command.startswith("SPECDEC") else command],
+                ["bash", "-c", command],
                 cwd=self.folder,
                 env=self.env,
                 stdin=subprocess.DEVNULL,
@@ -184,9 +184,6 @@ def test_every_command_of_the_kimi_guide(family: str, recipe: str, shell: Shell)
                 before = len(store)
             shell.run("specdec-tap replay prompts.jsonl --url http://127.0.0.1:8000/v1 --max-tokens 20")
         said = shell.run(command)
-        if "doctor" in command and family == "kimi-k2":
-            for number in ("31,539 bytes/token", "454.2", "28.4 GB a process"):
-                assert number in " ".join(said.replace("\u2502", " ").split())
         if "shards verify" in command:
             assert "good" in said
         if " rotate " in command:

@@ -11,7 +11,9 @@ import pytest
 from helpers.guides import GUIDES, commands
 from helpers.tiny import make_llama
 
+from specdec_tap import plan
 from specdec_tap.cli import build_parser, main
+from specdec_tap.recipes import read_recipe
 from specdec_tap.shards import open_shards
 
 torch = pytest.importorskip("torch")
@@ -128,11 +130,23 @@ def test_every_command_of_the_guide_works(tool: str, model, sequences, tmp_path:
 def test_commands_of_guides_use_flags_that_exist(guide: str) -> None:
     """The guides that need vLLM are run by tests/e2e/test_guides.py; their flags are checked here too."""
     for command in commands(guide):
-        words = shlex.split(command)
+        words = [word for word in shlex.split(command) if not word.startswith("SPECDEC_TAP_")]
         if words[0] == "specdec-tap":
             build_parser(words[1]).parse_args(words[1:])
         else:
             assert words[0] in ("sbatch", "vllm", "export"), command
+
+
+def test_the_costs_that_the_kimi_guide_names_are_computed() -> None:
+    """What the guide says about disk and memory is what the plan says of the recipe."""
+    recipe = read_recipe(GUIDES.parents[1] / "configs" / "recipes" / "kimi-k2.yaml")
+    target = plan.read_config(recipe.path)
+    capture = plan.plan_capture(target, **recipe.expect)
+    training = plan.plan_training(target, plan.check_settings(recipe.train))
+    text = (GUIDES / "kimi.md").read_text()
+    assert f"about {capture.stored_bytes_per_token:,.0f} bytes a token" in text
+    assert f"{capture.gb_per_hour:,.1f} GB an hour at {capture.tokens_per_s:,.0f} tokens/s" in text
+    assert f"{training.total / 1e9:,.1f} GB of memory for each training process" in text
 
 
 def test_every_guide_is_run_by_a_test() -> None:
