@@ -133,11 +133,21 @@ class TensorRef:
         return (bits.astype(np.uint32) << 16).view(np.float32)
 
     def torch(self) -> Any:
-        """The whole tensor as a torch tensor of its own dtype (imports torch)."""
+        """The whole tensor as a torch tensor of its own dtype (imports torch).
+
+        The file is mapped, privately: only rows that are used take memory, and tied tables share it.
+        """
         import torch
 
-        signed = self.bits().view("<i4" if self.dtype == "F32" else "<i2")
-        return torch.from_numpy(signed).view(getattr(torch, _TORCH_DTYPES[self.dtype]))
+        dtype = getattr(torch, _TORCH_DTYPES[self.dtype])
+        if self.path.stat().st_size < self.offset + self.nbytes:
+            raise InputError(f"{str(self.path)!r} ends inside tensor {self.name!r}; copy the file again")
+        if self.offset % dtype.itemsize:
+            signed = self.bits().view("<i4" if self.dtype == "F32" else "<i2")
+            return torch.from_numpy(signed).view(dtype)
+        end = (self.offset + self.nbytes) // dtype.itemsize
+        mapped = torch.from_file(str(self.path), shared=False, size=end, dtype=dtype)
+        return mapped[self.offset // dtype.itemsize :].view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

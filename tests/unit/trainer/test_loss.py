@@ -137,3 +137,12 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
     assert resource.RLIMIT_AS is not None
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert float(out) < 120
+
+
+@pytest.mark.parametrize("vocab", [23, 100, 128, 1000, 49152])
+def test_first_choice_is_argmax(vocab: int) -> None:
+    """Ties included: bfloat16 logits have many."""
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab)).bfloat16()
+    logits[3] = 0.0
+    assert torch.equal(loss.first_choice(logits), logits.argmax(-1))
+    assert loss.first_choice(logits[:0]).shape == (0,)
