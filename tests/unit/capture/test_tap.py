@@ -305,6 +305,19 @@ def test_requests_without_any_step_do_not_look_like_a_quiet_server(start):
     tap.channel.finish()
 
 
+def test_the_writer_is_not_pinned_like_the_worker(start, tmp_path):
+    """vLLM pins its workers on a CPU; a writer that began on a busy worker's core took half a minute."""
+    before = os.sched_getaffinity(0)
+    pinned = {min(before)}
+    os.sched_setaffinity(0, pinned)
+    try:
+        writer = writer_pid(start(), tmp_path)
+        assert os.sched_getaffinity(writer) == os.sched_getaffinity(os.getppid())
+        assert os.sched_getaffinity(0) == pinned
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def test_a_killed_writer_is_replaced_and_what_it_held_is_counted(start, tmp_path):
     tap = start()
     one_request(tap, V1, "before")
