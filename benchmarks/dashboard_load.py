@@ -1,13 +1,14 @@
 """What people who look cost a server: inter-token latency with and without many readers of its status.
 
-One server captures all the time. Windows of 32 generating clients take turns: in every other one 200 readers
-ask for ``/specdec_tap/status`` once a second each, and 50 hold ``/specdec_tap/events`` open. Neighbours are
-compared, so slow drifts of the machine cancel. The readers are a process of their own with the lowest
-priority, so that their own work does not count as the server's; on a machine with few cores it still takes
-some. One JSON line.
+One server captures all the time, and 32 clients keep generating, one answer after the other. In every other
+window of ten seconds 200 readers ask for ``/specdec_tap/status`` once a second each, and 50 hold
+``/specdec_tap/events`` open. The clients never stop between windows, so that every window has the same share
+of prompts and of long steps; neighbours are compared, so slow drifts of the machine cancel. The readers are a
+process of their own with the lowest priority: their own work shall not count as the server's, but on a
+machine with few cores it takes some. One JSON line.
 
-    python benchmarks/dashboard_load.py MODEL                 # about half an hour on 2 cores
-    python benchmarks/dashboard_load.py MODEL --windows 4 --max-tokens 24
+    python benchmarks/dashboard_load.py MODEL                 # about 12 minutes
+    python benchmarks/dashboard_load.py MODEL --windows 5     # about 3
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -27,7 +29,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from serving_overhead import Window, cpu_seconds, interval, noise, percentile, ratios, say, send
+import httpx
+from serving_overhead import Window, cpu_seconds, interval, noise, percentile, ratios, say
 
 from specdec_tap.prompts import iterate_prompts
 from specdec_tap.serving import VllmServer, default_arguments, root_url
@@ -106,6 +109,7 @@ class Readers:
         while self.num_open < num_readers + num_streams and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         print("ready", flush=True)
+        begin = time.perf_counter()
         await asyncio.to_thread(sys.stdin.read)
         for task in tasks:
             if task.done() and (err := task.exception()):
@@ -117,7 +121,7 @@ class Readers:
             writer.close()
         seen = {
             "num_open": self.num_open, "latency_s": self.latency_s, "num_events": self.num_events,
-            "errors": self.errors, "cpu_s": time.process_time(),
+            "errors": self.errors, "cpu_s": time.process_time(), "seconds": time.perf_counter() - begin,
         }  # fmt: skip
         print(json.dumps(seen), flush=True)
 
@@ -141,16 +145,52 @@ def reading(url: str, args: argparse.Namespace, seen: list[dict[str, Any]]) -> I
         process.wait()
 
 
+# -- clients ------------------------------------------------------------------------------------------------
+
+
+class Clients:
+    """Clients that generate without a pause; what they see goes into the present window, where there is one.
+
+    Args:
+        url: The server's address for OpenAI clients.
+        seed: Of the prompts and of the lengths of answers.
+    """
+
+    def __init__(self, url: str, seed: int = 0) -> None:
+        self._url = url
+        self._prompts = (prompt["turns"][0][:600] for prompt in iterate_prompts(seed))
+        self._lengths = random.Random(seed)
+        self.window: Window | None = None
+
+    async def run(self, count: int, shortest: int, longest: int) -> None:
+        """Generate until cancelled; answers of different lengths keep the clients out of step."""
+        await asyncio.gather(*(self._client(shortest, longest) for _ in range(count)))
+
+    async def _client(self, shortest: int, longest: int) -> None:
+        async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
+            while True:
+                body = {
+                    "model": "bench", "prompt": next(self._prompts), "temperature": 0.0, "ignore_eos": True,
+                    "max_tokens": self._lengths.randint(shortest, longest), "stream": True,
+                }  # fmt: skip
+                last, first = time.perf_counter(), True
+                async with http.stream("POST", self._url + "/completions", json=body) as response:
+                    response.raise_for_status()
+                    async for line in response.aiter_lines():
+                        if not line.startswith("data: {"):
+                            continue
+                        now = time.perf_counter()
+                        if self.window is not None:
+                            (self.window.ttft_s if first else self.window.itl_s).append(now - last)
+                            self.window.num_tokens += 1
+                        last, first = now, False
+
+
 # -- windows ------------------------------------------------------------------------------------------------
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Windows with and without readers, alternating, inside one server's life."""
-    prompts = (prompt["turns"][0][:600] for prompt in iterate_prompts(0))
-    requests = max(args.clients, args.requests)
-    taken: dict[bool, list[Window]] = {True: [], False: []}
-    api_cpu_s = {True: 0.0, False: 0.0}
-    seen: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="specdec-tap-bench-") as folder:
         env = {
             "SPECDEC_TAP_DIR": f"{folder}/shards", "SPECDEC_TAP_ADMIN_TOKEN": TOKEN,
@@ -161,23 +201,41 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         arguments += default_arguments() + args.vllm
         log = Path(folder, "serve.log")
         with VllmServer(args.model, log_path=log, arguments=arguments, env=env) as server:
+            return asyncio.run(alternate(args, server))
 
-            def window(read: bool) -> Window:
-                texts = [next(prompts) for _ in range(requests)]
-                with reading(root_url(server.url), args, seen) if read else contextlib.nullcontext():
-                    before = cpu_seconds(server.pid)
-                    one = asyncio.run(send(server.url, texts, args.clients, args.max_tokens))
-                    api_cpu_s[read] += cpu_seconds(server.pid) - before
-                return one
 
-            window(False)  # warm up
-            for number in range(args.windows):
-                # with without without with ...: neither kind is always first.
-                for read in (True, False) if number % 2 == 0 else (False, True):
-                    taken[read].append(window(read))
-                    say(f"window {number} {'with' if read else 'without'} readers: "
-                        f"{taken[read][-1].throughput:.1f} tokens/s, "
-                        f"itl p99 {1e3 * percentile(taken[read][-1].itl_s, 0.99):.1f} ms")  # fmt: skip
+async def alternate(args: argparse.Namespace, server: VllmServer) -> dict[str, Any]:
+    """Keep the server busy and open the windows."""
+    clients = Clients(server.url)
+    load = asyncio.create_task(clients.run(args.clients, args.max_tokens // 2, args.max_tokens))
+    taken: dict[bool, list[Window]] = {True: [], False: []}
+    api_cpu_s = {True: 0.0, False: 0.0}
+    seen: list[dict[str, Any]] = []
+
+    async def window(read: bool) -> None:
+        with reading(root_url(server.url), args, seen) if read else contextlib.nullcontext():
+            await asyncio.sleep(args.settle)
+            one, before, begin = Window(), cpu_seconds(server.pid), time.perf_counter()
+            clients.window = one
+            await asyncio.sleep(args.seconds)
+            clients.window = None
+            one.seconds = time.perf_counter() - begin
+            api_cpu_s[read] += cpu_seconds(server.pid) - before
+        if load.done():
+            load.result()
+        taken[read].append(one)
+
+    await asyncio.sleep(3 * args.settle)  # the first answers
+    for number in range(args.windows):
+        # with without without with ...: neither kind is always first.
+        for read in (True, False) if number % 2 == 0 else (False, True):
+            await window(read)
+            last = taken[read][-1]
+            say(f"window {number} {'with' if read else 'without'} readers: {last.throughput:.1f} tokens/s, "
+                f"itl p50 {1e3 * percentile(last.itl_s, 0.5):.1f} p99 "
+                f"{1e3 * percentile(last.itl_s, 0.99):.1f} ms")  # fmt: skip
+    load.cancel()
+    await asyncio.gather(load, return_exceptions=True)
     return report(args, taken, api_cpu_s, seen)
 
 
@@ -193,10 +251,13 @@ def report(
         for name, count in one["errors"].items():
             errors[name] = errors.get(name, 0) + count
     latency = [value for one in seen for value in one["latency_s"]]
+    looked_s = sum(one["seconds"] for one in seen)
     seconds = {kind: sum(w.seconds for w in windows) for kind, windows in taken.items()}
     tokens = {kind: sum(w.num_tokens for w in windows) for kind, windows in taken.items()}
     p99 = {kind: [percentile(w.itl_s, 0.99) for w in windows] for kind, windows in taken.items()}
+    # Within the windows, and beyond what the tokens cost.
     extra = api_cpu_s[True] - api_cpu_s[False] * tokens[True] / tokens[False]
+    share = extra / seconds[True]
     pooled = {kind: [value for w in windows for value in w.itl_s] for kind, windows in taken.items()}
     return {
         "benchmark": "dashboard_load", "model": Path(args.model).name, "clients": args.clients,
@@ -207,13 +268,13 @@ def report(
         "itl_p99_ratio_pooled": round(percentile(pooled[True], 0.99) / percentile(pooled[False], 0.99), 4),
         "itl_p99_ms_without": round(1e3 * statistics.median(p99[False]), 2),
         "itl_p99_ms_without_interval": [round(1e3 * v, 2) for v in interval(p99[False])],
-        "status_requests_per_s": round(len(latency) / seconds[True], 1),
+        "status_requests_per_s": round(len(latency) / looked_s, 1),
         "status_ms_p50": round(1e3 * percentile(latency, 0.5), 2),
         "status_ms_p99": round(1e3 * percentile(latency, 0.99), 2),
         "events": sum(one["num_events"] for one in seen), "errors": errors,
         "connected": min(one["num_open"] for one in seen),
-        "api_server_cpu_ms_per_status": round(1e3 * extra / max(1, len(latency)), 3),
-        "readers_cpu_share": round(sum(one["cpu_s"] for one in seen) / seconds[True], 3),
+        "api_server_cpu_share": round(share, 4),
+        "readers_cpu_share": round(sum(one["cpu_s"] for one in seen) / looked_s, 3),
         "cores": os.cpu_count(),
     }  # fmt: skip
 
@@ -227,9 +288,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--readers", type=int, default=200, help="readers of the status (200)")
     parser.add_argument("--streams", type=int, default=50, help="open event streams (50)")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between a reader's looks (1)")
-    parser.add_argument("--windows", type=int, default=16, help="windows of each kind (16)")
-    parser.add_argument("--requests", type=int, default=32, help="requests of one window, at least (32)")
-    parser.add_argument("--max-tokens", type=int, default=48, help="tokens of each answer (48)")
+    parser.add_argument("--windows", type=int, default=24, help="windows of each kind (24)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of a window (10)")
+    parser.add_argument("--settle", type=float, default=2.0, help="seconds between windows (2)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of the longest answers (128)")
     parser.add_argument("--vllm", nargs=argparse.REMAINDER, default=[], help="more arguments of vllm serve")
     parser.add_argument("--read", metavar="URL", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
