@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from . import tiles
 from .dtypes import wide
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
@@ -30,26 +32,35 @@ def _chunk_rows(entries: int, device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Queries ``[start, stop)`` against key rows ``[key_start, key_stop)``; ``hidden [n, keys]`` or None."""
+    """Queries ``[start, stop)`` against key rows ``[key_start, key_stop)``.
+
+    Where shapes cost something (see ``tiles``), rows are padded and keys are more than the document's.
+    """
 
     start: int
     stop: int
     key_start: int
     key_stop: int
-    hidden: Tensor | None
+    hidden: Tensor
+    """Which keys a query must not see, bool ``[rows, keys]``; padding sees the first key."""
+    rows: int
+    """Queries with padding."""
 
 
 class Layout:
     """Which key rows each query may see; built once and shared by all layers and steps with these queries."""
 
-    def __init__(self, rows: Tensor, starts: Tensor, *, heads: int) -> None:
+    def __init__(self, rows: Tensor, starts: Tensor, *, heads: int, keys: int, like: Tensor) -> None:
         """Cut queries into chunks.
 
         Args:
             rows: Ascending key row of each query, int64 ``[n]``: the last step-0 key that it sees.
             starts: First row of each document, ascending int64; row 0 first.
             heads: Query heads, for the size of a chunk.
+            keys: Key rows of the pack.
+            like: Of the device and dtype of the queries.
         """
+        few = tiles.compiles_shapes(like)
         self.size = rows.shape[0]
         self.chunks: list[Chunk] = []
         rows_cpu = rows.cpu()
@@ -57,12 +68,22 @@ class Layout:
         for key_start, first, last in zip(starts.tolist(), edges, edges[1:], strict=False):
             at = first
             while at < last:
-                keys = int(rows_cpu[last - 1]) - key_start + 1
-                stop = min(last, at + _chunk_rows(heads * keys, rows.device))
+                widest = int(rows_cpu[last - 1]) - key_start + 1
+                size = _chunk_rows(heads * widest, rows.device)
+                stop = min(last, at + (min(size, tiles.TILE) if few else size))
                 key_stop = int(rows_cpu[stop - 1]) + 1
-                bounds = rows[at:stop, None]
-                columns = torch.arange(key_start, key_stop, device=rows.device)
-                self.chunks.append(Chunk(at, stop, key_start, key_stop, columns > bounds))
+                padded, first_key = stop - at, key_start
+                if few:
+                    padded = tiles.tail_size(stop - at)
+                    width = min(keys, tiles.rounded(key_stop - key_start))
+                    first_key = min(key_start, keys - width)
+                    key_stop = first_key + width
+                columns = torch.arange(first_key, key_stop, device=rows.device)
+                hidden = (columns > rows[at:stop, None]) | (columns < key_start)
+                if padded > stop - at:
+                    hidden = F.pad(hidden, (0, 0, 0, padded - (stop - at)), value=True)
+                    hidden[stop - at :, 0] = False
+                self.chunks.append(Chunk(at, stop, first_key, key_stop, hidden, padded))
                 at = stop
 
 
@@ -106,7 +127,7 @@ class _Attend(torch.autograd.Function):
             if own_p is not None:
                 own_probs[c.start : c.stop] = own_p
             part = torch.bmm(p, value_by_head[:, c.key_start : c.key_stop])
-            out[c.start : c.stop] = part.view(kv, c.stop - c.start, h // kv, e).transpose(0, 1)
+            out[c.start : c.stop] = part.view(kv, c.rows, h // kv, e).transpose(0, 1)[: c.stop - c.start]
         if own_probs is not None:
             for i in range(own_probs.shape[-1]):
                 out.addcmul_(own_probs[..., i : i + 1].to(q.dtype), own_values[:, i, :, None])
@@ -132,7 +153,7 @@ class _Attend(torch.autograd.Function):
             size = c.stop - c.start
             rows, cols = slice(c.start, c.stop), slice(c.key_start, c.key_stop)
             p, own_p = _probabilities(grouped, by_head, own, c)
-            go = grad[rows].transpose(0, 1).reshape(kv, size * g, e)
+            go = _by_head(grad[rows], c.rows)
             grad_values[:, cols] += torch.bmm(p.transpose(1, 2), go)
             dp = torch.bmm(go, value_by_head[:, cols].transpose(1, 2))
             # Row sums of p * dp over all keys, the query's own included.
@@ -142,12 +163,12 @@ class _Attend(torch.autograd.Function):
                     [(grad[rows] * own_values[rows, i, :, None]).sum(-1, dtype=wide(q.dtype))
                      for i in range(own_p.shape[-1])], -1,
                 )  # fmt: skip
-                delta += (own_p * own_dp).sum(-1).transpose(0, 1).reshape(kv, size * g, 1)
-                own_delta = delta.view(kv, size, g, 1).transpose(0, 1)
+                delta += _by_head((own_p * own_dp).sum(-1, keepdim=True), c.rows)
+                own_delta = delta.view(kv, c.rows, g, 1).transpose(0, 1)[:size]
                 own_ds = (own_p * (own_dp - own_delta) * scale).to(q.dtype)
                 own_p = own_p.to(q.dtype)
             ds = (p * (dp - delta.to(q.dtype))).mul_(scale)
-            gq = torch.bmm(ds, by_head[:, cols]).view(kv, size, g, d).transpose(0, 1)
+            gq = torch.bmm(ds, by_head[:, cols]).view(kv, c.rows, g, d).transpose(0, 1)[:size]
             grad_keys[:, cols] += torch.bmm(ds.transpose(1, 2), _rows(grouped, c))
             if own_p is not None:
                 for i in range(own_p.shape[-1]):
@@ -189,27 +210,37 @@ class _Scaled:
     scale: float
 
 
+def _by_head(x: Tensor, rows: int) -> Tensor:
+    """``[kv, rows * g, d]`` from ``[size, kv, g, d]``, with zeros for padding."""
+    _, kv, g, d = x.shape
+    return tiles.pad_rows(x, rows).transpose(0, 1).reshape(kv, rows * g, d)
+
+
 def _rows(queries: _Scaled, c: Chunk) -> Tensor:
-    """``[kv, size * g, d]`` of one chunk."""
-    part = queries.grouped[c.start : c.stop]
-    size, kv, g, d = part.shape
-    return part.transpose(0, 1).reshape(kv, size * g, d)
+    """``[kv, rows * g, d]`` of one chunk."""
+    return _by_head(queries.grouped[c.start : c.stop], c.rows)
+
+
+_OWN_COLUMNS = 8
+"""Room for own keys beside the document's, in multiples: a stride counts as a shape too."""
 
 
 def _probabilities(
     queries: _Scaled, by_head: Tensor, own: Tensor | None, c: Chunk
 ) -> tuple[Tensor, Tensor | None]:
-    """Probabilities of the chunk's document keys ``[kv, size * g, keys]`` and own keys ``[size, kv, g,
+    """Probabilities of the chunk's document keys ``[kv, rows * g, keys]`` and own keys ``[size, kv, g,
     j]``."""
     rows = _rows(queries, c)
     kv, size = by_head.shape[0], c.stop - c.start
-    g = rows.shape[1] // size
+    g = rows.shape[1] // c.rows
     scores = torch.bmm(rows, by_head[:, c.key_start : c.key_stop].transpose(1, 2)).mul_(queries.scale)
-    scores.view(kv, size, g, -1).masked_fill_(c.hidden[None, :, None, :], float("-inf"))
+    scores.view(kv, c.rows, g, -1).masked_fill_(c.hidden[None, :, None, :], float("-inf"))
     if own is None:
         return torch.softmax(scores, -1), None
-    j = own.shape[-1]
-    own_rows = own[c.start : c.stop].transpose(0, 1).reshape(kv, size * g, j)
-    p = torch.softmax(torch.cat((scores, own_rows.to(scores.dtype)), -1), -1)
-    own_p = p[..., -j:].to(own.dtype).view(kv, size, g, j).transpose(0, 1)
-    return p[..., :-j], own_p
+    j, keys = own.shape[-1], scores.shape[-1]
+    both = scores.new_full((*scores.shape[:-1], keys + -(-j // _OWN_COLUMNS) * _OWN_COLUMNS), float("-inf"))
+    both[..., :keys] = scores
+    both[..., keys : keys + j] = _by_head(own[c.start : c.stop], c.rows)
+    p = torch.softmax(both, -1)
+    own_p = p[..., keys : keys + j].to(own.dtype).view(kv, c.rows, g, j).transpose(0, 1)[:size]
+    return p[..., :keys], own_p

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .loss import chunk_rows, first_choice
+from .tiles import pad_tail
 
 if TYPE_CHECKING:
     from .batch import Batch
@@ -156,7 +157,9 @@ class Drafter(nn.Module):
         """Target ids of the head's first choices for states ``[n, H]``."""
         rows = self.lm_head.weight.to(hidden.dtype).T
         parts = hidden.split(chunk_rows(rows.shape[1], hidden.device))
-        return self.target_ids(torch.cat([first_choice(part @ rows) for part in parts]))
+        return self.target_ids(
+            torch.cat([first_choice(pad_tail(part) @ rows)[: len(part)] for part in parts])
+        )
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embedding rows ``[n, H]`` of target ids; the table is the target's and is not trained."""

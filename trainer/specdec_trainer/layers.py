@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import tiles
 from .norm import RMSNorm
 from .rope import Rope
 
@@ -166,8 +167,7 @@ class MLP(nn.Module):
 
 def project(x: Tensor, linear: nn.Linear) -> Tensor:
     """``linear(x)`` in the dtype of ``x``; the float32 master is cast on the way."""
-    bias = None if linear.bias is None else linear.bias.to(x.dtype)
-    return F.linear(x, linear.weight.to(x.dtype), bias)
+    return tiles.linear(x, linear.weight, linear.bias)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import tiles
 from .dtypes import wide
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
@@ -28,8 +29,10 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 
 
 def chunk_rows(vocab: int, device: torch.device) -> int:
-    """Rows whose logits are held at once."""
-    return max(16, _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cuda"]) // vocab)
+    """Rows whose logits are held at once, a multiple of 16."""
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    rows = max(16, _CHUNK_ELEMENTS[kind] // vocab // 16 * 16)
+    return min(rows, tiles.TILE) if kind == "cpu" else rows
 
 
 def first_choice(logits: Tensor) -> Tensor:
@@ -99,7 +102,8 @@ class TeacherHead:
         out = []
         for part in final.split(chunk_rows(self.weight.shape[0], final.device)):
             # Scale and cap are monotone: they do not move the maximum.
-            out.append(first_choice(F.linear(part, self.weight, self.bias)))
+            logits = F.linear(tiles.pad_tail(part), self.weight, self.bias)
+            out.append(first_choice(logits)[: len(part)])
         return torch.cat(out) if out else torch.zeros(0, dtype=torch.int64, device=final.device)
 
     def __call__(
@@ -147,9 +151,9 @@ class _Centroid(torch.autograd.Function):
         centroid = torch.empty(len(final), head.shape[1], dtype=final.dtype, device=final.device)
         at = 0
         for part in final.split(chunk_rows(head.shape[0], final.device)):
-            q = teacher.distribution(part)
+            q = teacher.distribution(tiles.pad_tail(part))
             stop = at + len(part)
-            torch.mm(q, rows, out=centroid[at:stop])
+            centroid[at:stop] = torch.mm(q, rows)[: len(part)]
             at = stop
         return centroid
 
@@ -161,7 +165,8 @@ class _Centroid(torch.autograd.Function):
         out = torch.zeros(ctx.head_shape, dtype=wide(final.dtype), device=final.device)
         size = chunk_rows(ctx.head_shape[0], final.device)
         for part, g in zip(final.split(size), grad.split(size), strict=True):
-            out += ctx.teacher.distribution(part).T @ g.to(part.dtype)
+            q = ctx.teacher.distribution(tiles.pad_tail(part))
+            out += q.T @ tiles.pad_tail(g.to(part.dtype))
         return None, out.to(ctx.head_dtype), None
 
 
@@ -203,25 +208,26 @@ class _WeightedLogSumExp(torch.autograd.Function):
         step = chunk_rows(head.shape[0], hidden.device)
         for at in range(0, len(hidden), step):
             stop = min(len(hidden), at + step)
-            part = hidden[at:stop]
+            size = stop - at
+            part = tiles.pad_tail(hidden[at:stop])
             logits = part @ rows.T
             if scale != 1.0:
                 logits = logits * scale
-            top = logits.amax(-1)
+            top = logits.amax(-1)[:size]
             target = best[at:stop]
-            reached = logits.gather(1, target.clamp(min=0)[:, None])[:, 0] >= top
+            reached = logits[:size].gather(1, target.clamp(min=0)[:, None])[:, 0] >= top
             correct[at:stop] = reached & (target >= 0)
             if grad_hidden is None and grad_head is None:
-                log_z[at:stop] = torch.logsumexp(logits, -1)
+                log_z[at:stop] = torch.logsumexp(logits[:size], -1)
                 continue
             p = torch.softmax(logits, -1)
             # The largest probability gives the normaliser without a second pass over the logits.
-            log_z[at:stop] = top.to(log_z.dtype) - p.amax(-1).to(log_z.dtype).log()
+            log_z[at:stop] = top.to(log_z.dtype) - p[:size].amax(-1).to(log_z.dtype).log()
             if grad_hidden is not None:
-                torch.mm(p, rows, out=grad_hidden[at:stop])
+                grad_hidden[at:stop] = torch.mm(p, rows)[:size]
             if grad_head is not None:
-                scaled = part * (weight[at:stop, None] * scale).to(part.dtype)
-                grad_head += p.T @ scaled
+                scaled = hidden[at:stop] * (weight[at:stop, None] * scale).to(part.dtype)
+                grad_head += p.T @ tiles.pad_tail(scaled)
         if grad_hidden is not None:
             grad_hidden.mul_((weight[:, None] * scale).to(hidden.dtype))
         ctx.save_for_backward(grad_hidden, grad_head)

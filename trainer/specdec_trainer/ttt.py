@@ -51,11 +51,14 @@ def unroll(model: Chained, batch: Batch, steps: int) -> Chains:
     heads = model.config.num_heads
     rows = torch.arange(batch.num_supervised, device=batch.rows.device)
     last = len(model.layers) - 1
-    everyone = Layout(torch.arange(batch.num_rows), batch.starts, heads=heads) if last else None
-    layout = Layout(batch.rows, batch.starts, heads=heads)
-
     # Step 0: every row gives keys and values; the last layer answers only for supervised rows.
     hidden = model.combine(batch.aux)
+
+    def layout_of(queries: Tensor) -> Layout:
+        return Layout(queries, batch.starts, heads=heads, keys=batch.num_rows, like=hidden)
+
+    everyone = layout_of(torch.arange(batch.num_rows, device=hidden.device)) if last else None
+    layout = layout_of(batch.rows)
     embeds = model.embed(batch.tokens)
     residual = None
     keys, values = [], []
@@ -85,7 +88,7 @@ def unroll(model: Chained, batch: Batch, steps: int) -> Chains:
             rows, state = rows[kept], state[kept]
             own_keys = [[k[kept] for k in layer] for layer in own_keys]
             own_values = [[v[kept] for v in layer] for layer in own_values]
-            layout = Layout(batch.rows[rows], batch.starts, heads=heads)
+            layout = layout_of(batch.rows[rows])
         if not len(rows):
             return
         source = batch.rows[rows]
@@ -125,9 +128,9 @@ def propose(model: Chained, aux: Tensor, tokens: Tensor, *, steps: int, first_po
     device = tokens.device
     starts, final_row = torch.zeros(1, dtype=torch.int64), torch.tensor([n - 1], device=device)
     positions = first_position + torch.arange(n, device=device)
-    everyone = Layout(torch.arange(n, device=device), starts, heads=heads)
-    layout = Layout(final_row, starts, heads=heads)
     hidden, residual = model.combine(aux), None
+    everyone = Layout(torch.arange(n, device=device), starts, heads=heads, keys=n, like=hidden)
+    layout = Layout(final_row, starts, heads=heads, keys=n, like=hidden)
     embeds = model.embed(tokens)
     keys, values = [], []
     for i, layer in enumerate(model.layers):

@@ -102,7 +102,7 @@ def test_gradients_of_every_custom_function() -> None:
     rope = Rope(8, {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5})
     heads = rand(5, 2, 8).requires_grad_()
     assert check(lambda a: rope.apply(a, torch.tensor([0, 3, 4, 9, 2])), (heads,))
-    layout = Layout(torch.tensor([0, 2, 3, 4]), torch.tensor([0, 3]), heads=4)
+    layout = Layout(torch.tensor([0, 2, 3, 4]), torch.tensor([0, 3]), heads=4, keys=5, like=heads)
     q, k, v = rand(4, 4, 3).requires_grad_(), rand(5, 2, 3, seed=1).requires_grad_(), rand(5, 2, 6, seed=2)
     own_k, own_v = rand(4, 2, 2, 3, seed=3).requires_grad_(), rand(4, 2, 2, 6, seed=4).requires_grad_()
     assert check(lambda *a: attend(*a, layout, 0.7), (q, k, v.requires_grad_(), own_k, own_v))
