@@ -233,7 +233,7 @@ def extract_vllm(
         layers: Aux layer ids; None takes the model's own default.
         final_hidden: ``response``, ``all`` or ``none``.
         codec: As in the shard header.
-        dtype: Of the engine; None takes the checkpoint's.
+        dtype: Of the engine; None takes vLLM's choice: the checkpoint's, or 16 bits for float32 ones.
         max_length: Longest conversation, in tokens.
         engine: More arguments of ``vllm.LLM``.
         progress: Called with the number of records and a note.

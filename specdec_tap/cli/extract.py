@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--codec", choices=("lossless", "fp8", "int8"), default="lossless")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's"
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="default: the checkpoint's; vLLM serves float32 checkpoints in 16 bits",
     )
     parser.add_argument("--device", default="cpu", help="hf: torch device (default: %(default)s)")
     parser.add_argument(

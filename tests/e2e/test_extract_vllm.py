@@ -37,7 +37,7 @@ def test_both_backends_write_the_same_shards(tmp_path: Path, capsys, monkeypatch
     model = make_llama(tmp_path / "model", dtype="float32")
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps(chat(i, 1 + i % 3)) + "\n" for i in range(10)))
-    common = ["extract", str(model), str(file), "--max-length", "500"]
+    common = ["extract", str(model), str(file), "--max-length", "500", "--dtype", "float32"]
     engine = {
         "enforce_eager": True,
         "max_num_batched_tokens": 128,
