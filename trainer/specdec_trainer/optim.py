@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from specdec_tap.errors import ConfigError
 
-from .distributed import like, local
+from .distributed import is_sharded, like, local
 
 
 class Optimizers:
@@ -92,7 +91,7 @@ def clip_gradients(parameters: list[nn.Parameter], largest: float) -> Tensor:
     present = [p.grad for p in parameters if p.grad is not None]
     grads = [local(g) for g in present]
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
-    if any(isinstance(g, DTensor) for g in present):
+    if any(is_sharded(g) for g in present):
         square = norm.square()
         dist.all_reduce(square)
         norm = square.sqrt()
