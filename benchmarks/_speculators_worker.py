@@ -24,7 +24,6 @@ from transformers import AutoConfig
 def main(spec: dict) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(spec["threads"])
-    packs = [load_file(p) for p in spec["packs"]]
     maps = load_file(spec["maps"])
     config = AutoConfig.from_pretrained(spec["target"])
     config.num_hidden_layers = 1
@@ -48,10 +47,11 @@ def main(spec: dict) -> None:
     bases = [[g["lr"] for g in o.param_groups] for o in optimizers]
     model.train()
     base_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds, tokens = [], 0
-    for i, pack in enumerate(packs):
+    seconds, rows = [], []
+    for i, path in enumerate(spec["packs"]):
+        pack = load_file(path)
         started = time.perf_counter()
-        factor = 1.0 - i / len(packs)
+        factor = 1.0 - i / len(spec["packs"])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             _, loss, _ = model(**{k: v[None] for k, v in pack.items()}, **call)
         for o in optimizers:
@@ -63,11 +63,10 @@ def main(spec: dict) -> None:
                 g["lr"] = lr * factor
             o.step()
         seconds.append(time.perf_counter() - started)
-        tokens += int((pack["document_ids"] >= 0).sum())
+        rows.append(int((pack["document_ids"] >= 0).sum()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    out = {"seconds": seconds, "tokens": tokens, "peak_bytes": peak * 1024, "base_bytes": base_rss * 1024}
-    if spec["save"]:
-        model.save_pretrained(spec["save"])
+    out = {"seconds": seconds, "rows": rows, "peak_bytes": peak * 1024, "base_bytes": base_rss * 1024}
+    model.save_pretrained(spec["save"])
     Path(spec["out"]).write_text(json.dumps(out))
 
 

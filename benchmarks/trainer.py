@@ -3,8 +3,10 @@ run.
 
 Prints one JSON line for each sequence length: ``tokens_per_s_ratio``, ``peak_memory_ratio``, ``accuracy`` and
 ``peer_accuracy`` (held-out, first draft token, after the same tokens). Same shape, norms, draft vocabulary,
-TTT steps, optimizer and learning rate; every chain is unrolled in full and the teacher is not cached, so
-the same work is done.
+TTT steps, optimizer, learning rate, sequences and order, in several passes. Two things of this trainer are
+on as they are by default: the teacher's answers are kept from the first pass, and most chains whose token was
+wrong are not unrolled further (``--broken-keep 1`` unrolls all); ``first_pass_tokens_per_s_ratio`` is without
+the first of them.
 
 The peer runs in a venv of its own::
 
@@ -50,9 +52,8 @@ def main() -> None:
     parser.add_argument("--peer-python", type=Path, required=True)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--tokens", type=int, default=32768, help="tokens trained at each length")
-    parser.add_argument(
-        "--accuracy-length", type=int, default=1024, help="length whose drafters are compared"
-    )
+    parser.add_argument("--passes", type=int, default=4, help="over tokens / passes different ones")
+    parser.add_argument("--broken-keep", type=float, default=TrainConfig().broken_keep)
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
     parser.add_argument("--ttt-steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -73,17 +74,19 @@ def compare(args: argparse.Namespace, length: int, folder: Path) -> dict[str, ob
     training, held = data.split(store, 0.05)
     survey = data.survey(store, training, vocab_size=target.vocab_size, max_length=length)
     ids = vocab.choose_draft_ids(survey.counts, args.draft_vocab_size, build.end_tokens(target))
-    batches = []
-    epoch = 0
-    while sum(sum(survey.stretches[i].num_rows for i in b) for b in batches) < args.tokens:
-        batches += data.epoch_batches(survey.stretches, batch_tokens=length, seed=0, epoch=epoch)
-        epoch += 1
-    total, kept = 0, []
-    for batch in batches:
-        if total >= args.tokens:
+    # The first batches of the first pass, then the same documents shuffled again.
+    first = data.epoch_batches(survey.stretches, batch_tokens=length, seed=0, epoch=0)
+    wanted, used = args.tokens // args.passes, []
+    for batch in first:
+        if sum(survey.stretches[i].num_rows for i in used) >= wanted:
             break
-        kept.append(batch)
-        total += sum(survey.stretches[i].num_rows for i in batch)
+        used += batch
+    chosen = [survey.stretches[i] for i in used]
+    kept = []
+    for epoch in range(args.passes):
+        order = data.epoch_batches(chosen, batch_tokens=length, seed=1, epoch=epoch)
+        kept += [[used[i] for i in batch] for batch in order]
+    first_pass = len(kept) // args.passes
     dataset = data.Dataset(store, survey)
     packs = []
     for n, batch in enumerate(kept):
@@ -91,17 +94,16 @@ def compare(args: argparse.Namespace, length: int, folder: Path) -> dict[str, ob
         save_file(peer_pack(dataset, batch, length), packs[-1])
     d2t, t2d = vocab.mappings(ids, target.vocab_size)
     save_file({"d2t": torch.from_numpy(d2t), "t2d": torch.from_numpy(t2d)}, folder / "maps.safetensors")
-    compared = length == args.accuracy_length
     spec = {
         "packs": [str(p) for p in packs], "maps": str(folder / "maps.safetensors"),
         "ttt_steps": args.ttt_steps,
         "target": str(args.target or store.target_dir), "aux_layer_ids": list(store.header.aux_layer_ids),
         "decay": 1.0, "lr": 1e-3, "adamw_lr": 1e-3, "threads": args.threads, "shards": str(args.shards),
         "length": length, "batches": kept, "draft_vocab_size": args.draft_vocab_size,
-        "save": str(folder / "peer") if compared else "", "out": str(folder / "peer.json"),
+        "broken_keep": args.broken_keep, "save": str(folder / "peer"), "out": str(folder / "peer.json"),
     }  # fmt: skip
     (folder / "peer_spec.json").write_text(json.dumps(spec))
-    mine = {**spec, "save": str(folder / "ours") if compared else "", "out": str(folder / "ours.json")}
+    mine = {**spec, "save": str(folder / "ours"), "out": str(folder / "ours.json")}
     (folder / "ours_spec.json").write_text(json.dumps(mine))
     env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     worker = Path(__file__).with_name("_speculators_worker.py")
@@ -110,31 +112,36 @@ def compare(args: argparse.Namespace, length: int, folder: Path) -> dict[str, ob
     subprocess.run([sys.executable, __file__, str(args.shards), "--peer-python", "-", "--worker",
                     str(folder / "ours_spec.json")], check=True, env=env, stdout=sys.stderr)  # fmt: skip
     peer, own = (json.loads((folder / f"{n}.json").read_text()) for n in ("peer", "ours"))
+    assert own["rows"] == peer["rows"], "both must train the same packs"
     out: dict[str, object] = {
         "length": length,
         "tokens": own["tokens"],
         "tokens_per_s": rate(own),
         "peer_tokens_per_s": rate(peer),
         "tokens_per_s_ratio": rate(own) / rate(peer),
+        "first_pass_tokens_per_s_ratio": (
+            rate(own, first_pass) / rate(peer, first_pass) if first_pass > 1 else None
+        ),
+        "passes": args.passes,
+        "broken_keep": args.broken_keep,
+        "threads": args.threads,
         "peak_memory_bytes": own["peak_bytes"],
         "peer_peak_memory_bytes": peer["peak_bytes"],
         "peak_memory_ratio": own["peak_bytes"] / peer["peak_bytes"],
     }
-    if compared:
-        held_survey = data.survey(store, held, vocab_size=target.vocab_size, max_length=length)
-        for name in ("ours", "peer"):
-            result = held_out(load_drafter(folder / name), target, store, held_survey)
-            prefix = "" if name == "ours" else "peer_"
-            out[prefix + "accuracy"] = result.accuracy[0]
-            out[prefix + "accuracy_by_draft_token"] = result.accuracy
-            out[prefix + "simulated_acceptance_length"] = result.simulated_acceptance_length
+    held_survey = data.survey(store, held, vocab_size=target.vocab_size, max_length=length)
+    for name in ("ours", "peer"):
+        result = held_out(load_drafter(folder / name), target, store, held_survey)
+        prefix = "" if name == "ours" else "peer_"
+        out[prefix + "accuracy"] = result.accuracy[0]
+        out[prefix + "accuracy_by_draft_token"] = result.accuracy
+        out[prefix + "simulated_acceptance_length"] = result.simulated_acceptance_length
     return out
 
 
-def rate(result: dict) -> float:
-    """Tokens a second, without the first step (allocation, lazy set-up)."""
-    seconds = result["seconds"]
-    return result["tokens"] * (len(seconds) - 1) / len(seconds) / sum(seconds[1:])
+def rate(result: dict, steps: int | None = None) -> float:
+    """Tokens a second of the first ``steps`` steps, without the very first one (allocation, lazy set-up)."""
+    return sum(result["rows"][1:steps]) / sum(result["seconds"][1:steps])
 
 
 def peer_pack(dataset: data.Dataset, indices: list[int], length: int) -> dict[str, torch.Tensor]:
@@ -167,7 +174,7 @@ def ours(spec: dict) -> None:
     training, _ = data.split(store, 0.05)
     survey = data.survey(store, training, vocab_size=target.vocab_size, max_length=spec["length"])
     config = TrainConfig(
-        ttt_steps=spec["ttt_steps"], ttt_decay=spec["decay"], broken_keep=1.0, lr=spec["lr"],
+        ttt_steps=spec["ttt_steps"], ttt_decay=spec["decay"], broken_keep=spec["broken_keep"], lr=spec["lr"],
         adamw_lr=spec["adamw_lr"], draft_vocab_size=spec["draft_vocab_size"], norm_before_residual=True,
         norm_before_fc=True, norm_output=True, optimizer="muon", loss_vocab_size=spec["draft_vocab_size"],
     )  # fmt: skip
@@ -178,24 +185,31 @@ def ours(spec: dict) -> None:
         objective.model, name="muon", lr=config.lr, adamw_lr=config.adamw_lr, weight_decay=0.1,
         adamw_weight_decay=0.01, momentum=0.95, ns_steps=5,
     )  # fmt: skip
-    dataset = data.Dataset(store, survey)
+    dataset = data.Dataset(store, survey, cache_bytes=config.teacher_cache)
+    generator = torch.Generator().manual_seed(0)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     objective.model.train()
-    seconds, tokens = [], 0
+    seconds, rows = [], []
     for i, indices in enumerate(spec["batches"]):
         batch = dataset.load(indices)
         started = time.perf_counter()
-        sums = objective.loss(batch)
+        sums = objective.loss(batch, generator)
         (sums.total / batch.weight.sum()).backward()
         clip_gradients(optimizers.parameters, 1.0)
         optimizers.step(1.0 - i / len(spec["batches"]))
         optimizers.zero_grad()
         seconds.append(time.perf_counter() - started)
-        tokens += batch.num_rows
+        dataset.remember(batch)
+        rows.append(batch.num_rows)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    out = {"seconds": seconds, "tokens": tokens, "peak_bytes": peak * 1024, "base_bytes": base * 1024}
-    if spec["save"]:
-        export_drafter(objective.model, Path(spec["save"]), target=target)
+    out = {
+        "seconds": seconds,
+        "rows": rows,
+        "tokens": sum(rows),
+        "peak_bytes": peak * 1024,
+        "base_bytes": base * 1024,
+    }
+    export_drafter(objective.model, Path(spec["save"]), target=target)
     Path(spec["out"]).write_text(json.dumps(out))
 
 
