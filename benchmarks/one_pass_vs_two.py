@@ -81,8 +81,6 @@ def run_extract(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The second pass of (b): vLLM computes every prompt + answer again and saves its states."""
     import torch
 
-    if not torch.cuda.is_available():
-        patch_for_cpu()
     sequences = json.loads((folder / "sequences.json").read_text())
     config = json.loads((Path(args.model) / "config.json").read_text())
     layers = config["num_hidden_layers"]
@@ -101,6 +99,8 @@ def run_extract(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "kv_connector_extra_config": {"shared_storage_path": str(out), "use_synchronization_lock": False},
         },
     )  # fmt: skip
+    if not torch.cuda.is_available():
+        patch_for_cpu()  # now: the engine's own start puts other stand-ins there
 
     def extract(prompts: Sequence[Sequence[int]]) -> None:
         generate(args, llm, prompts, 1)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import tiny
-from helpers.oracle import answers, max_error, sequences, wait_until_closed
+from helpers.oracle import answers, final_status, max_error, sequences, wait_until_closed
 
 from specdec_tap import open_shards
 from specdec_tap.serving import VllmServer
@@ -179,9 +179,9 @@ class Session:
         return open_shards(self.jobs[name]["tap"]["dir"])
 
     def status(self, name: str) -> dict[str, Any]:
-        """Of the one rank that captures."""
+        """The last word of the one rank that captures."""
         (status,) = filter(None, self.results[name]["statuses"])
-        return status
+        return final_status(Path(self.jobs[name]["tap"]["dir"]) / status["stream"])
 
     def check(self, name: str, model: Path, runner: str = "v1") -> Any:
         """One complete and right record per answer; returns the store."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -53,6 +54,15 @@ def answers(outputs: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
 def sequences(records: Iterable[Any]) -> list[tuple[int, ...]]:
     """Return the tokens of every record, in their order."""
     return sorted(tuple(record.token_ids.tolist()) for record in records)
+
+
+def final_status(stream: Path) -> dict[str, Any]:
+    """Return what a stream's writer said last, once it has sealed all."""
+    deadline = time.monotonic() + 60
+    while not (status := json.loads((stream / ".status.json").read_text()))["closed"]:
+        assert time.monotonic() < deadline, "the writer did not end"
+        time.sleep(0.05)
+    return status
 
 
 def wait_until_closed(shards: Path) -> None:
