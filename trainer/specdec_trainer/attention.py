@@ -41,10 +41,22 @@ class Chunk:
     stop: int
     key_start: int
     key_stop: int
-    hidden: Tensor
-    """Which keys a query must not see, bool ``[rows, keys]``; padding sees the first key."""
-    rows: int
-    """Queries with padding."""
+    document: int
+    """First key row of the document."""
+    bounds: Tensor
+    """Last key row that each query sees, int32 ``[rows, 1]``; padding sees the document's first."""
+
+    @property
+    def rows(self) -> int:
+        """Queries with padding."""
+        return self.bounds.shape[0]
+
+    def hidden(self) -> Tensor:
+        """Which keys a query must not see, bool ``[rows, keys]``; made when needed, since together they
+        would take rows x rows bytes."""
+        columns = torch.arange(self.key_start, self.key_stop, dtype=torch.int32, device=self.bounds.device)
+        mask = columns > self.bounds
+        return mask if self.key_start == self.document else mask | (columns < self.document)
 
 
 class Layout:
@@ -78,12 +90,9 @@ class Layout:
                     width = min(keys, tiles.rounded(key_stop - key_start))
                     first_key = min(key_start, keys - width)
                     key_stop = first_key + width
-                columns = torch.arange(first_key, key_stop, device=rows.device)
-                hidden = (columns > rows[at:stop, None]) | (columns < key_start)
-                if padded > stop - at:
-                    hidden = F.pad(hidden, (0, 0, 0, padded - (stop - at)), value=True)
-                    hidden[stop - at :, 0] = False
-                self.chunks.append(Chunk(at, stop, first_key, key_stop, hidden, padded))
+                bounds = rows[at:stop, None].int()
+                bounds = F.pad(bounds, (0, 0, 0, padded - (stop - at)), value=key_start)
+                self.chunks.append(Chunk(at, stop, first_key, key_stop, key_start, bounds))
                 at = stop
 
 
@@ -234,7 +243,7 @@ def _probabilities(
     kv, size = by_head.shape[0], c.stop - c.start
     g = rows.shape[1] // c.rows
     scores = torch.bmm(rows, by_head[:, c.key_start : c.key_stop].transpose(1, 2)).mul_(queries.scale)
-    scores.view(kv, c.rows, g, -1).masked_fill_(c.hidden[None, :, None, :], float("-inf"))
+    scores.view(kv, c.rows, g, -1).masked_fill_(c.hidden()[None, :, None, :], float("-inf"))
     if own is None:
         return torch.softmax(scores, -1), None
     j, keys = own.shape[-1], scores.shape[-1]
