@@ -5,9 +5,11 @@ the file, every further line is one record::
 
     {"format": "specdec-tap predictions", "version": 1, "draft_tokens": 3, "drafter": "runs/1",
      "created_unix_s": 1796046087.9}
-    {"record": "host-0/000001/17", "first_position": 41, "steps": [
+    {"record": "host-0/000001/17", "digest": "8f14e45fceea167a", "first_position": 41, "steps": [
      {"correct": [1, 0, null], "probability": [0.81, 0.02, null], "rank": [1, 9, null]}, ...]}
 
+``digest`` is ``token_digest`` of the record's token ids: ids of records change when a record before them is
+forgotten, and the lines of a record that is not the same any more must not be shown for it.
 ``steps`` has one entry per draft position. Entry i of step k (from 0) is about token ``first_position + i``
 of the record, as draft token k + 1 of the chain that began k + 1 tokens before it. So the same entry of all
 steps is about the same token, and its fate at draft positions 1, 2, 3 reads off three lists. ``null``: not
@@ -16,14 +18,18 @@ evaluated (a prompt token, a gap, or the chain would begin before the captured r
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
 
 from .errors import InputError
 
@@ -35,6 +41,13 @@ PREDICTIONS_FORMAT = "specdec-tap predictions"
 PREDICTIONS_VERSION = 1
 MAX_DRAFT_TOKENS = 32
 MAX_LINE_BYTES = 1 << 28
+_LINE = re.compile(rb'\{"record":"([^"]*)","digest":"([0-9a-f]{16})",')
+
+
+def token_digest(token_ids: Sequence[int] | np.ndarray) -> str:
+    """Sixteen hex digits that tell records apart by their token ids."""
+    data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +72,13 @@ class RecordPredictions:
 
     Args:
         record: ``Record.id``, ``stream/shard/ordinal``.
+        digest: ``token_digest`` of its token ids.
         first_position: Token position that entry 0 of every list is about.
         steps: One entry per draft position, the first one first.
     """
 
     record: str
+    digest: str
     first_position: int
     steps: tuple[StepPrediction, ...]
 
@@ -79,7 +94,8 @@ class PredictionsWriter:
     Example::
 
         with PredictionsWriter(run_dir / PREDICTIONS_NAME, draft_tokens=3, drafter="runs/1") as out:
-            out.write(RecordPredictions(record.id, first_position, steps))
+            digest = token_digest(record.token_ids)
+            out.write(RecordPredictions(record.id, digest, first_position, steps))
     """
 
     def __init__(self, path: Path, *, draft_tokens: int, drafter: str) -> None:
@@ -122,6 +138,7 @@ class PredictionsWriter:
         self._line(
             {
                 "record": predictions.record,
+                "digest": predictions.digest,
                 "first_position": predictions.first_position,
                 "steps": [
                     {
@@ -162,14 +179,15 @@ class Predictions:
             InputError: Not such a file, or of a newer version; names the line.
         """
         self.path = path
-        self._offsets: dict[str, int] = {}
+        self._places: dict[str, tuple[int, str]] = {}
         try:
             with path.open("rb") as file:
                 self._read_head(file.readline(MAX_LINE_BYTES))
                 offset = file.tell()
                 while line := file.readline(MAX_LINE_BYTES):
-                    # The id comes first in every line, so that the rest of a long line is not parsed here.
-                    self._offsets[self._record_id(line)] = offset
+                    # They come first in every line, so that the rest of a long line is not parsed here.
+                    record, digest = self._record_id(line)
+                    self._places[record] = (offset, digest)
                     offset = file.tell()
         except OSError as err:
             raise InputError(f"{path} cannot be read ({err.strerror or err})") from err
@@ -191,26 +209,31 @@ class Predictions:
                 f"{PREDICTIONS_FORMAT!r} up to version {PREDICTIONS_VERSION}"
             )
 
-    def _record_id(self, line: bytes) -> str:
-        prefix = b'{"record":"'
-        end = line.find(b'"', len(prefix))
-        if not line.startswith(prefix) or end < 0 or not line.endswith(b"\n"):
+    def _record_id(self, line: bytes) -> tuple[str, str]:
+        match = _LINE.match(line)
+        if match is None or not line.endswith(b"\n"):
             raise InputError(
-                f"{self.path}: line {len(self._offsets) + 2} is not a record, or was cut off; "
+                f"{self.path}: line {len(self._places) + 2} is not a record, or was cut off; "
                 "write the file again"
             )
-        return line[len(prefix) : end].decode("ascii", "replace")
+        record, digest = match.groups()
+        return record.decode("ascii", "replace"), digest.decode("ascii")
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._places)
 
     def __contains__(self, record: object) -> bool:
-        return record in self._offsets
+        return record in self._places
+
+    def is_about(self, record: str, token_ids: Sequence[int] | np.ndarray) -> bool:
+        """Whether the file has this record, with these token ids."""
+        place = self._places.get(record)
+        return place is not None and place[1] == token_digest(token_ids)
 
     @property
     def records(self) -> Iterable[str]:
         """Ids of the records, in file order."""
-        return self._offsets.keys()
+        return self._places.keys()
 
     def get(self, record: str) -> RecordPredictions | None:
         """Read one record; None when the file lacks it.
@@ -218,12 +241,12 @@ class Predictions:
         Raises:
             InputError: Its line is damaged.
         """
-        offset = self._offsets.get(record)
-        if offset is None:
+        place = self._places.get(record)
+        if place is None:
             return None
         try:
             with self.path.open("rb") as file:
-                file.seek(offset)
+                file.seek(place[0])
                 return self._parse(json.loads(file.readline(MAX_LINE_BYTES)))
         except OSError as err:
             raise InputError(f"{self.path} cannot be read ({err.strerror or err})") from err
@@ -244,7 +267,7 @@ class Predictions:
         lengths = {len(x) for s in steps for x in (s.correct, s.probability, s.rank)}
         if type(first) is not int or first < 0 or len(steps) != self.draft_tokens or len(lengths) != 1:
             raise ValueError("its lists do not belong together")
-        return RecordPredictions(str(data["record"]), first, tuple(steps))
+        return RecordPredictions(str(data["record"]), str(data["digest"]), first, tuple(steps))
 
 
 def _checked(values: Any, low: float, high: float) -> list[Any]:

@@ -9,6 +9,9 @@ from typing import Any
 from starlette.requests import HTTPConnection
 
 from specdec_tap.capture.status import StatusReader, StreamStatus, current, total
+from specdec_tap.errors import InputError, ShardError
+from specdec_tap.runlog import token_digest
+from specdec_tap.shards import ShardStore
 
 from .errors import ApiError
 from .events import Broadcast
@@ -108,6 +111,15 @@ class Dashboard:
         ended = [s.to_json() for s in everything if s.stream not in names]
         return sorted(ended, key=lambda s: s["updated_unix_s"], reverse=True)
 
+    def run(self, name: str, points: int = 500) -> dict[str, Any]:
+        """One run; of the records that it predicted, those that the folder still holds."""
+        run = self.runs.run(name, points)
+        with self.library.store() as store:
+            run["predicted_records"] = [
+                row for row in run["predicted_records"] if holds(store, row["record"], row["digest"])
+            ]
+        return run
+
     async def _events(self) -> dict[str, Any]:
         shards, runs = await asyncio.to_thread(self._versions)
         return {
@@ -125,6 +137,14 @@ class Dashboard:
     def may_see_text(self, request: HTTPConnection) -> bool:
         """Whether text and token ids may be shown to whoever sent this request."""
         return self.settings.show_text or self.gate.signed_in(request)
+
+
+def holds(store: ShardStore, record_id: str, digest: str) -> bool:
+    """Whether a folder has a record with these tokens."""
+    try:
+        return token_digest(store.find(record_id).token_ids) == digest
+    except (InputError, ShardError):
+        return False
 
 
 class DashboardGate(Gate):

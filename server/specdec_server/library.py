@@ -97,8 +97,9 @@ class Library:
             return
         store = self._opened.store
         store.refresh()
-        # An open file of a retired shard would keep its disk space: let go of all of them and look again.
-        if any(not file.path.exists() for file in store.files()):
+        # An open file of a retired shard would keep its disk space, and one of a shard that was written anew
+        # would show what was to be forgotten: let go of all of them and look again.
+        if any(not file.same_file(file.path) for file in store.files()):
             old, self._opened = self._opened, _Opened(self._open())
             old.replaced = True
             self._table = None

@@ -17,6 +17,7 @@ from typing import Any
 
 from specdec_tap.errors import InputError
 from specdec_tap.runlog import LOG_NAME, PREDICTIONS_NAME, Predictions
+from specdec_tap.shards import Record
 
 from .errors import not_found
 from .sequence import draft_summary
@@ -201,8 +202,8 @@ class Runs:
 
     # ---- predictions
 
-    def prediction_runs(self, record_id: str | None = None) -> list[dict[str, Any]]:
-        """Runs with a predictions file, newest first; with a record, only those that predict it."""
+    def prediction_runs(self, record: Record) -> list[dict[str, Any]]:
+        """Runs that predict a record, newest first, and those whose predictions cannot be read."""
         out = []
         for name, folder in self._folders().items():
             if not _is_file(folder / PREDICTIONS_NAME):
@@ -212,7 +213,7 @@ class Runs:
             except InputError as err:
                 out.append({"name": name, "problem": str(err), "num_records": 0, "draft_tokens": 0})
                 continue
-            if record_id is None or record_id in predictions:
+            if predictions.is_about(record.id, record.token_ids):
                 out.append(
                     {
                         "name": name,
@@ -228,8 +229,8 @@ class Runs:
         """How a run's drafter did on each record of its predictions, the worst first; empty without any.
 
         Returns:
-            Per record ``record``, ``num_evaluated`` and ``num_correct`` (first draft position),
-            ``correct_fractions`` by draft position, ``simulated_acceptance_length``.
+            Per record ``record``, ``digest`` of its tokens, ``num_evaluated`` and ``num_correct`` (first
+            draft position), ``correct_fractions`` by draft position, ``simulated_acceptance_length``.
 
         Raises:
             InputError: The file is damaged.
@@ -245,7 +246,7 @@ class Runs:
         for record in itertools.islice(predictions.records, MAX_PREDICTED):
             found = predictions.get(record)
             if found is not None:
-                rows.append({"record": record, **_told(draft_summary(found))})
+                rows.append({"record": record, "digest": found.digest, **_told(draft_summary(found))})
         rows = [row for row in rows if row["num_evaluated"]]
         rows.sort(key=lambda row: row["simulated_acceptance_length"] or 1.0)
         with self._lock:

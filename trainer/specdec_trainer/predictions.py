@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec_tap.errors import InputError
-from specdec_tap.runlog import PredictionsWriter, RecordPredictions, StepPrediction
+from specdec_tap.runlog import PredictionsWriter, RecordPredictions, StepPrediction, token_digest
 
 from .batch import Batch
 from .data import Dataset, Stretch
@@ -87,7 +87,8 @@ def predict_record(
                 i = at[row]
                 correct[k][i], probability[k][i], rank[k][i] = values
     steps = (StepPrediction(*lists) for lists in zip(correct, probability, rank, strict=True))
-    return RecordPredictions(name, first, tuple(steps))
+    digest = token_digest(held.store[stretches[0][1].record].token_ids)
+    return RecordPredictions(name, digest, first, tuple(steps))
 
 
 @torch.no_grad()

@@ -152,7 +152,7 @@ def runs_page(
 @router.get("/runs/{name}")
 def run_page(request: Request, board: Board, name: Annotated[str, Path(max_length=255)]) -> HTMLResponse:
     """One training run."""
-    run = board.runs.run(name)
+    run = board.run(name)
     evaluations = [e for e in board.runs.evaluations() if e["run"] == name]
     return render(request, board, "run.html", title=name, run=run, evaluations=evaluations)
 

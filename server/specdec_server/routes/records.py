@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Query
 
 from specdec_tap.errors import InputError
 from specdec_tap.runlog import RecordPredictions
+from specdec_tap.shards import Record
 
 from ..deps import Board, Limit, Offset, Ordinal, SeesText, Shard, Stream, reader
 from ..library import record_facts
@@ -49,8 +50,8 @@ def record_view(board: Board, stream: str, shard: int, ordinal: int) -> dict[str
         found = board.library.find(store, stream, shard, ordinal)
         facts = record_facts(found)
         facts["sources"] = safe_sources(lambda: board.library.sources(store, found))
+        facts["prediction_runs"] = board.runs.prediction_runs(found)
     facts["previous"], facts["next"] = board.library.neighbours(facts["id"])
-    facts["prediction_runs"] = board.runs.prediction_runs(facts["id"])
     return facts
 
 
@@ -69,6 +70,12 @@ def tokens(
     return tokens_view(board, text, stream, shard, ordinal, start, stop, run)
 
 
+def _predictions(board: Board, run: str, record: Record) -> RecordPredictions | None:
+    """What a run predicted for a record; None when it is not the record any more that the run saw."""
+    predictions = board.runs.predictions(run)
+    return predictions.get(record.id) if predictions.is_about(record.id, record.token_ids) else None
+
+
 def tokens_view(
     board: Board,
     text: bool,
@@ -83,7 +90,7 @@ def tokens_view(
     with board.library.store() as store:
         found = board.library.find(store, stream, shard, ordinal)
         sources = safe_sources(lambda: board.library.sources(store, found))
-    predictions: RecordPredictions | None = board.runs.predictions(run).get(found.id) if run else None
+        predictions = _predictions(board, run, found) if run else None
     decode, text_problem = None, None
     if text:
         try:

@@ -24,7 +24,7 @@ def run(
     points: Annotated[int, Query(ge=10, le=5000)] = 500,
 ) -> dict[str, Any]:
     """Return one run with its settings and curves of at most ``points`` points."""
-    return board.runs.run(name, points)
+    return board.run(name, points)
 
 
 @router.get("/evaluations")

@@ -17,8 +17,8 @@ from specdec_server.errors import CODES
 from specdec_server.settings import Settings
 from starlette.testclient import TestClient
 
-from specdec_tap.runlog import PredictionsWriter, RecordPredictions, StepPrediction
-from specdec_tap.shards import BlockRef, Piece, RecordMeta, ShardWriter, Span, encode_block
+from specdec_tap.runlog import PredictionsWriter, RecordPredictions, StepPrediction, token_digest
+from specdec_tap.shards import BlockRef, Piece, RecordMeta, ShardWriter, Span, encode_block, open_shards
 
 TOKEN = "correct-horse-battery-staple"
 
@@ -109,6 +109,23 @@ def test_a_retired_shard_goes_and_its_disk_space_is_freed(open_client, folder):
     held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)]  # noqa: PTH115, PTH208
     assert not [name for name in held if name.startswith(str(path))]
     assert client.get("/api/records/s0/1/0").status_code == 404
+
+
+def test_a_forgotten_record_is_gone_from_an_open_dashboard(open_client, folder):
+    from specdec_tap.cli import main
+
+    client = open_client(show_text=True)
+    shown = client.get("/api/records/s0/1/2/tokens").json()["tokens"]
+    assert "".join(t["text"] for t in shown).startswith("question 2? ")
+    kept = client.get("/api/records/s0/1/3/tokens").json()
+    assert main(["shards", "forget", str(folder), "s0/000001/2"]) == 0
+    time.sleep(1.1)  # the folder is looked at once a second
+    found = {r["id"]: r for r in client.get("/api/records").json()["records"]}
+    assert len(found) == 4
+    assert "chatcmpl-0002" not in json.dumps(found)
+    # The records after it have moved up by one.
+    assert client.get("/api/records/s0/1/2/tokens").json() == kept
+    assert client.get("/records/s0/1/4").status_code == 404
 
 
 def test_a_folder_without_shards_is_fine_and_fills(open_client, tmp_path):
@@ -212,6 +229,11 @@ def test_a_removed_shard_of_a_record_is_said_and_its_tokens_are_shown(open_clien
 # ---- predictions
 
 
+def digest_of(folder: Path, ordinal: int) -> str:
+    with open_shards(folder) as store:
+        return token_digest(store[ordinal].token_ids)
+
+
 def test_a_drafter_is_shown_token_by_token(open_client, folder, tmp_path):
     run = write_run(tmp_path / "runs" / "r1")
     client = open_client(runs_dir=tmp_path / "runs", show_text=True)
@@ -221,7 +243,7 @@ def test_a_drafter_is_shown_token_by_token(open_client, folder, tmp_path):
     with PredictionsWriter(run / "predictions.jsonl", draft_tokens=2, drafter="r1") as out:
         steps = (StepPrediction([1, 0, 0, 1], [0.9, 0.1, 0.0, 0.6], [1, 4, None, 1]),
                  StepPrediction([None, 1, 0, 0], [None, 0.5, 0.2, 0.1], [None, 1, 3, 8]))  # fmt: skip
-        out.write(RecordPredictions("s0/000001/0", first, steps))
+        out.write(RecordPredictions("s0/000001/0", digest_of(folder, 0), first, steps))
     record = client.get("/api/records/s0/1/0").json()
     assert [(r["name"], r["draft_tokens"]) for r in record["prediction_runs"]] == [("r1", 2)]
     view = client.get("/api/records/s0/1/0/tokens", params={"run": "r1"}).json()
@@ -236,6 +258,28 @@ def test_a_drafter_is_shown_token_by_token(open_client, folder, tmp_path):
     assert f'id="t{first}"' in page
     assert "simulated acceptance length" in page
     assert client.get("/api/records/s0/1/1/tokens", params={"run": "r1"}).json()["draft_summary"] is None
+    listed = client.get("/api/runs/r1").json()["predicted_records"]
+    assert [(r["record"], r["num_correct"], r["num_evaluated"]) for r in listed] == [("s0/000001/0", 2, 4)]
+
+
+def test_predictions_of_a_record_that_is_another_one_now_are_not_shown(open_client, folder, tmp_path):
+    """Forgetting a record gives the later ones of its shard new numbers."""
+    from specdec_tap.cli import main
+
+    run = write_run(tmp_path / "runs" / "r1")
+    with PredictionsWriter(run / "predictions.jsonl", draft_tokens=1, drafter="r1") as out:
+        for i in range(2):
+            steps = (StepPrediction([1, 0], [0.9, 0.1], [1, 4]),)
+            out.write(RecordPredictions(f"s0/000001/{i}", digest_of(folder, i), 15, steps))
+    assert main(["shards", "forget", str(folder), "s0/000001/1"]) == 0
+    client = open_client(runs_dir=tmp_path / "runs")
+    names = [r["name"] for r in client.get("/api/records/s0/1/0").json()["prediction_runs"]]
+    assert names == ["r1"]
+    assert client.get("/api/records/s0/1/1").json()["prediction_runs"] == []
+    assert client.get("/api/records/s0/1/1/tokens", params={"run": "r1"}).json()["draft_summary"] is None
+    listed = client.get("/api/runs/r1").json()["predicted_records"]
+    assert [r["record"] for r in listed] == ["s0/000001/0"]
+    assert "/records/s0/000001/1" not in client.get("/runs/r1").text
 
 
 def test_a_damaged_predictions_file_does_not_take_the_page_down(open_client, tmp_path):

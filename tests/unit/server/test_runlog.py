@@ -5,8 +5,16 @@ import json
 import pytest
 
 from specdec_tap.errors import InputError
-from specdec_tap.runlog import Predictions, PredictionsWriter, RecordPredictions, StepPrediction
+from specdec_tap.runlog import (
+    Predictions,
+    PredictionsWriter,
+    RecordPredictions,
+    StepPrediction,
+    token_digest,
+)
 
+TOKENS = [5, 6, 7]
+DIGEST = token_digest(TOKENS)
 STEPS = (
     StepPrediction([1, 0, None], [0.8123456, 0.1, None], [1, 7, None]),
     StepPrediction([None, 1, 1], [None, float("nan"), 1.0], [None, None, 1]),
@@ -16,7 +24,7 @@ STEPS = (
 def write(path, count=3):
     with PredictionsWriter(path, draft_tokens=2, drafter="runs/1") as out:
         for i in range(count):
-            out.write(RecordPredictions(f"s/000001/{i}", 40 + i, STEPS))
+            out.write(RecordPredictions(f"s/000001/{i}", DIGEST, 40 + i, STEPS))
 
 
 def test_records_come_back_by_id(tmp_path):
@@ -30,6 +38,10 @@ def test_records_come_back_by_id(tmp_path):
     assert got.steps[0] == StepPrediction([1, 0, None], [0.81235, 0.1, None], [1, 7, None])
     assert got.steps[1].probability == [None, None, 1.0]
     assert predictions.get("s/000001/9") is None
+    assert (got.record, got.digest) == ("s/000001/2", DIGEST)
+    assert predictions.is_about("s/000001/2", TOKENS)
+    assert not predictions.is_about("s/000001/2", [5, 6, 8])
+    assert not predictions.is_about("s/000001/9", TOKENS)
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -47,7 +59,7 @@ def test_lists_of_different_lengths_are_refused(tmp_path):
         PredictionsWriter(tmp_path / "p.jsonl", draft_tokens=1, drafter="d") as out,
         pytest.raises(ValueError, match=r"lengths \[1, 2\]"),
     ):
-        out.write(RecordPredictions("s/000001/0", 0, (StepPrediction([1], [0.5, 0.5], [1]),)))
+        out.write(RecordPredictions("s/000001/0", DIGEST, 0, (StepPrediction([1], [0.5, 0.5], [1]),)))
 
 
 @pytest.mark.parametrize(
