@@ -276,6 +276,8 @@ class Bench:
                         result[f"{name}_cpu_ms_per_token_{label}"] = round(1e3 * seconds / tokens, 4)
                 out[str(concurrency)] = result
             status = control(server, "resume")
+            worker = status["worker"]  # a preempted worker's time counts, too
+            out["hook_us_per_served_step"] = round(worker["hook_ns"] / 1e3 / max(1, worker["steps"]), 1)
             out["counters"] = {**status["worker"], **{f"writer_{k}": v for k, v in status["writer"].items()}}
         return out
 
