@@ -141,6 +141,11 @@ def choose_layers(plan: Plan, model: Any, vllm_config: Any) -> tuple[int, ...]:
             f"layer i; {num_layers} is the stream after the last layer); set aux_layer_ids to such ids"
         )
     own = tuple(sorted(set(_current_layers(model)))) if plan.own_flag else ()
+    if plan.own_flag and not own:
+        raise UnsupportedVllmError(
+            f"the server's drafter takes aux hidden states, and {type(model).__name__} does not say of which "
+            "layers; capture without the drafter, or serve it without capture by unsetting SPECDEC_TAP_DIR"
+        )
     union = tuple(sorted({*ids, *own}))
     if union != own:
         model.set_aux_hidden_state_layers(union)
@@ -156,12 +161,13 @@ def choose_layers(plan: Plan, model: Any, vllm_config: Any) -> tuple[int, ...]:
 
 
 def _current_layers(model: Any) -> tuple[int, ...]:
-    """Return the aux layers that vLLM has set on the model (after its sorting and de-duplication)."""
-    from vllm.model_executor.models.interfaces import EagleModelMixin
+    """Return the aux layers that vLLM has set on the model.
 
+    Most models inherit the attribute from vLLM's EagleModelMixin; DeepSeek's (and Kimi's) has one of its own.
+    """
     for module in model.modules():
-        if isinstance(module, EagleModelMixin) and module.aux_hidden_state_layers:
-            return tuple(module.aux_hidden_state_layers)
+        if layers := getattr(module, "aux_hidden_state_layers", ()):
+            return tuple(layers)
     return ()
 
 
