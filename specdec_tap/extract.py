@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,8 @@ from .target import file_sha256, load_target, save_target
 Progress = Callable[[int, str], None]
 BATCH = 256
 """Conversations that are handed to vLLM at a time."""
+_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception): \S.*")
+"""The line of a traceback that says what was wrong."""
 
 
 def stored_ids(root: Path) -> set[str]:
@@ -317,14 +320,10 @@ class _Offline:
     def _reason(self) -> str:
         self._process.wait(timeout=60)
         size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - 4000))
+        self._log.seek(max(0, size - 64_000))
         lines = self._log.read().decode("utf-8", "replace").strip().splitlines()
-        errors = [line for line in lines if "Error" in line and "root cause" not in line]
-        return (
-            errors[-1].strip()
-            if errors
-            else " / ".join(lines[-3:]) or f"exit code {self._process.returncode}"
-        )
+        errors = [match[0] for line in lines if (match := _ERROR.search(line)) and "root cause" not in line]
+        return errors[-1] if errors else " / ".join(lines[-3:]) or f"exit code {self._process.returncode}"
 
     def __enter__(self) -> _Offline:
         return self
