@@ -372,6 +372,21 @@ def read_safetensors_header(path: Path) -> dict[str, TensorRef]:
     return refs
 
 
+def is_candidate(name: str) -> bool:
+    """Whether a tensor may be the embedding, the output head or the final norm (or a bias of these), by its
+    name."""
+    weight = name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name
+    suffixes = (*_EMBED_SUFFIXES, *_HEAD_SUFFIXES, *_NORM_SUFFIXES)
+    return any(weight == s or weight.endswith("." + s) for s in suffixes) and not (
+        _INSIDE_LAYER.search(name) or _DECOYS.search(name)
+    )
+
+
+def tokenizer_names() -> tuple[str, ...]:
+    """Files beside the weights that describe tokenizer and chat template."""
+    return _TOKENIZER_FILES
+
+
 def norm_kind(model_type: str, *, has_bias: bool) -> str:
     """Which normalisation a model family ends with; ``unknown`` families are not guessed."""
     if has_bias:

@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="vllm",
         help="layout (default: %(default)s)",
     )
-    parser.add_argument("--target", type=Path, metavar="DIR", help="the target's checkpoint, to compare with")
+    parser.add_argument(
+        "--target", metavar="DIR", help="the target's checkpoint (folder, hub id or URL), to compare with"
+    )
     parser.add_argument("--target-name", metavar="NAME", help="target named in the speculators layout")
     parser.add_argument("--check", action="store_true", help="only check the drafter folder SOURCE")
     parser.epilog = (
@@ -30,9 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from specdec_trainer.export import check_drafter, export_drafter, load_drafter
 
+    from ..remote_target import local_target
     from ..target import load_target
 
-    target = load_target(args.target) if args.target else None
+    target = load_target(local_target(args.target)) if args.target else None
     source = args.source / "drafter" if (args.source / "drafter").is_dir() else args.source
     if args.check:
         problems = check_drafter(source, target=target)

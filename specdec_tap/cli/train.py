@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="DIR", help="run folder, or its URL (default: runs/<time>)")
     parser.add_argument(
-        "--target", type=Path, metavar="DIR", help="the target's checkpoint (default: SHARDS/target)"
+        "--target",
+        metavar="DIR",
+        help="the target's checkpoint: a folder, a hub id or a URL (default: SHARDS/target)",
     )
     parser.add_argument("--target-name", metavar="NAME", help="name of the target for the model card")
     parser.add_argument(
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from specdec_trainer.config import TrainConfig, convert, read_yaml
 
+    from ..remote_target import local_target
     from ..shards.remote import is_url
 
     values = read_yaml(args.config) if args.config else {}
@@ -72,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
         if first:
             print(text, file=sys.stderr, flush=True)
 
+    target = local_target(args.target) if args.target else None
     common = {
-        "out": args.out, "target_path": args.target, "target_name": args.target_name, "resume": args.resume,
+        "out": args.out, "target_path": target, "target_name": args.target_name, "resume": args.resume,
         "format": args.format, "say": say, "live": args.follow,
     }  # fmt: skip
     if first:
