@@ -109,8 +109,12 @@ def _fetch(fs: Any, root: str, folder: Path) -> None:
         _sparse_copy(fs, names[name], folder / name)
     target = load_target(folder)
     refs = [target.embed, target.head, target.head_bias, target.norm, target.norm_bias]
-    for ref in {ref.name: ref for ref in refs if ref is not None}.values():
+    filled = {ref.name: ref for ref in refs if ref is not None}
+    for ref in filled.values():
         _fill(fs, names[ref.path.name], ref)
+    # Only what was filled can be found again: every other tensor is a hole of zeros.
+    index = {"weight_map": {name: ref.path.name for name, ref in filled.items()}}
+    (folder / _INDEX).write_text(json.dumps(index))
 
 
 def _sparse_copy(fs: Any, source: str, path: Path) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from trainer_fakes import TARGET_CONFIG, tiny_target
 
 from specdec_tap.errors import InputError
 from specdec_tap.remote_target import local_target
-from specdec_tap.target import load_target
+from specdec_tap.target import Checkpoint, load_target
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -78,6 +78,18 @@ def test_single_file_checkpoints_work_too(tmp_path: Path) -> None:
     source = tiny_target(tmp_path / "m")
     copy = load_target(local_target(upload(source), tmp_path / "cache"))
     assert np.array_equal(copy.head.float32(), load_target(source).head.float32())
+
+
+def test_holes_cannot_be_read_as_tensors(tmp_path: Path) -> None:
+    """A layer that was not copied must be missing, not zero."""
+    source = tiny_target(tmp_path / "m")
+    tensors = load_file(source / "model.safetensors")
+    layer = "model.layers.7.self_attn.o_proj.weight"
+    save_file({**tensors, layer: np.ones((16, 16), np.float32)}, source / "model.safetensors")
+    assert layer in Checkpoint(source)
+    copy = Checkpoint(local_target(upload(source), tmp_path / "cache"))
+    assert layer not in copy
+    assert "lm_head.weight" in copy
 
 
 def test_what_is_not_there_is_named_and_leaves_nothing(tmp_path: Path) -> None:
