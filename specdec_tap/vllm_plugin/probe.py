@@ -102,6 +102,22 @@ def default_aux_layer_ids(model_class: Any, num_layers: int) -> list[int] | None
     return sorted({2, num_layers // 2, num_layers - 3})
 
 
+def answer(model: str, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Return what :func:`ask` says; where vLLM refuses, ``error`` and what the config alone says."""
+    found: dict[str, Any]
+    try:
+        return ask(model, trust_remote_code=trust_remote_code)
+    except Exception as err:  # vLLM raises whatever its parts raise; all of it is the answer here
+        found = {"error": f"{type(err).__name__}: {' '.join(str(err).split())[:1000]}"}
+    config_file = Path(model) / "config.json"
+    if config_file.is_file():
+        try:
+            found |= ask_without_device(json.loads(config_file.read_text()))
+        except Exception as again:  # as above; the first error stays
+            found["second_error"] = f"{type(again).__name__}: {again}"
+    return found
+
+
 def main() -> None:
     """Write the answer, or ``{"error": ...}``, to the file that the caller named."""
     parser = argparse.ArgumentParser(prog="python -m specdec_tap.vllm_plugin.probe", description=ask.__doc__)
@@ -109,18 +125,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--trust-remote-code", action="store_true")
     args = parser.parse_args()
-    answer: dict[str, Any]
-    try:
-        answer = ask(args.model, trust_remote_code=args.trust_remote_code)
-    except Exception as err:  # vLLM raises whatever its parts raise; all of it is the answer here
-        answer = {"error": f"{type(err).__name__}: {' '.join(str(err).split())[:1000]}"}
-        config_file = Path(args.model) / "config.json"
-        if config_file.is_file():
-            try:
-                answer |= ask_without_device(json.loads(config_file.read_text()))
-            except Exception as again:  # as above; the first error stays
-                answer["second_error"] = f"{type(again).__name__}: {again}"
-    args.out.write_text(json.dumps(answer))
+    args.out.write_text(json.dumps(answer(args.model, trust_remote_code=args.trust_remote_code)))
 
 
 if __name__ == "__main__":

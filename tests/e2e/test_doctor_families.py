@@ -17,8 +17,8 @@ pytestmark = pytest.mark.e2e
 
 ASK = """
 import json, sys
-from specdec_tap.vllm_plugin.probe import ask
-print("ANSWERS" + json.dumps({name: ask(path) for name, path in json.loads(sys.argv[1]).items()}))
+from specdec_tap.vllm_plugin.probe import answer
+print("ANSWERS" + json.dumps({name: answer(path) for name, path in json.loads(sys.argv[1]).items()}))
 """
 
 
@@ -39,10 +39,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, doctor.Report
     assert "ANSWERS" in done.stdout, done.stderr[-3000:]
     answers = json.loads(done.stdout.split("ANSWERS")[1].splitlines()[0])
     out = {}
-    for name, answer in answers.items():
+    for name, said in answers.items():
         out[name] = report = doctor.Report()
-        doctor.check_model(report, name, answer)
-        if not answer["why_not"]:
+        doctor.check_model(report, name, said)
+        if not said["why_not"]:
             target = doctor.target_config(str(models[name]))
             assert target is not None
             doctor.check_drafter_layer(report, target)
