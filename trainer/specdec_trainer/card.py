@@ -59,6 +59,7 @@ def model_card(
             f"| Simulated acceptance length (held-out requests, greedy, {config.eval_draft_tokens} "
             "draft tokens) | "
             f"{evaluation.simulated_acceptance_length:.3f} |",
+            f"| The same, sampled as the captured traffic was | {evaluation.sampled_acceptance_length:.3f} |",
             f"| Held-out accuracy by draft token | {accuracy} |",
         ]
     lines += [

@@ -89,7 +89,7 @@ def peak_rss_bytes() -> int:
 
 
 def plot(folder: Path) -> list[Path]:
-    """Draw ``loss.png`` and ``accuracy.png`` from the log; returns what was drawn."""
+    """Draw ``loss.png``, ``accuracy.png`` and ``acceptance.png`` from the log; returns what was drawn."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -128,4 +128,38 @@ def plot(folder: Path) -> list[Path]:
         path = folder / name
         figure.savefig(path, dpi=110)
         drawn.append(path)
+    if evals:
+        drawn.append(_plot_learning_curve(evals, folder / "acceptance.png"))
     return drawn
+
+
+def _plot_learning_curve(evals: list[dict[str, Any]], path: Path) -> Path:
+    """Acceptance length against tokens: whether more data or more passes would still help."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    tokens = [x["tokens"] for x in evals]
+    lengths = [x["simulated_acceptance_length"] for x in evals]
+    axes.plot(tokens, lengths, color="C0", marker="o", markersize=4, label="greedy requests")
+    sampled = [x.get("sampled_acceptance_length") for x in evals]
+    if None not in sampled and sampled != lengths:
+        axes.plot(
+            tokens, sampled, color="C1", marker="o", markersize=4, label="requests like the captured ones"
+        )
+    best = max(range(len(lengths)), key=lengths.__getitem__)
+    axes.annotate(
+        f"{lengths[best]:.3f}", (tokens[best], lengths[best]), (0, 8), textcoords="offset points", ha="center"
+    )
+    axes.set_xlabel("tokens trained on")
+    axes.set_ylabel("simulated acceptance length")
+    axes.set_title("held-out requests; 1 is a drafter that is never right")
+    axes.set_ylim(1.0, 1.0 + max(0.1, max(lengths) - 1.0) * 1.25)
+    axes.xaxis.set_major_formatter(EngFormatter())
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=110)
+    return path

@@ -67,6 +67,7 @@ def test_a_run_learns_and_leaves_a_sound_drafter(target: Path, tmp_path: Path) -
         "log.jsonl",
         "loss.png",
         "accuracy.png",
+        "acceptance.png",
         "drafter/README.md",
     ):
         assert (tmp_path / "run" / name).stat().st_size > 0, name
