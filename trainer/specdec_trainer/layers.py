@@ -162,7 +162,9 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return project(_SwiGLU.apply(project(x, self.gate_proj), project(x, self.up_proj)), self.down_proj)
+        gate, up = project(x, self.gate_proj), project(x, self.up_proj)
+        y = _GatedDown.apply(gate, up, self.down_proj.weight)
+        return y if self.down_proj.bias is None else y + self.down_proj.bias.to(y.dtype)
 
 
 def project(x: Tensor, linear: nn.Linear) -> Tensor:
@@ -170,20 +172,23 @@ def project(x: Tensor, linear: nn.Linear) -> Tensor:
     return tiles.linear(x, linear.weight, linear.bias)
 
 
-class _SwiGLU(torch.autograd.Function):
-    """``silu(gate) * up`` that keeps only its inputs."""
+class _GatedDown(torch.autograd.Function):
+    """``(silu(gate) * up) @ weight.T``; keeps gate and up, and makes their product again."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return tiles.times(F.silu(gate).mul_(up), weight.to(gate.dtype).T)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        gate, up, weight = ctx.saved_tensors
+        grad = grad.contiguous()
         s = torch.sigmoid(gate)
         act = gate * s
+        grad_weight = tiles.inner(grad, act * up).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        grad = tiles.times(grad, weight.to(gate.dtype))
         grad_up = grad * act
         # d silu = s + act * (1 - s)
         slope = act.neg_().mul_(s).add_(gate.mul(s)).add_(s)
-        return slope.mul_(grad).mul_(up), grad_up
+        return slope.mul_(grad).mul_(up), grad_up, grad_weight

@@ -188,9 +188,40 @@ def soft_cross_entropy(
         target's [n] bool)``.
     """
     total, correct, log_z = _WeightedLogSumExp.apply(hidden, head, weight, best, logit_scale)
-    dtype = wide(hidden.dtype)
-    overlap = (hidden.to(dtype) * centroid.to(dtype)).sum(-1) * logit_scale
-    return total - (weight * overlap).sum(), log_z - overlap.detach(), correct
+    weighted, overlap = _WeightedOverlap.apply(hidden, centroid, weight, logit_scale)
+    return total - weighted, log_z - overlap, correct
+
+
+_OVERLAP_ROWS = 2048
+"""Rows that are held in float32 at once."""
+
+
+class _WeightedOverlap(torch.autograd.Function):
+    """``sum_i weight_i * scale * hidden_i . centroid_i`` and each product; keeps no wide copies."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, centroid: Tensor, weight: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, centroid, weight)
+        ctx.scale = scale
+        dtype = wide(hidden.dtype)
+        overlap = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+        for at in range(0, len(hidden), _OVERLAP_ROWS):
+            part = slice(at, at + _OVERLAP_ROWS)
+            overlap[part] = (hidden[part].to(dtype) * centroid[part].to(dtype)).sum(-1)
+        overlap *= scale
+        ctx.mark_non_differentiable(overlap)
+        return (weight * overlap).sum(), overlap
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, centroid, weight = ctx.saved_tensors
+        # Rounded as in _WeightedLogSumExp, whose gradient this one all but cancels.
+        factor, grad = (weight * ctx.scale)[:, None].to(hidden.dtype), grad.to(hidden.dtype)
+        grad_hidden = centroid * factor * grad if ctx.needs_input_grad[0] else None
+        grad_centroid = hidden * factor * grad if ctx.needs_input_grad[1] else None
+        return grad_hidden, grad_centroid, None, None
 
 
 class _WeightedLogSumExp(torch.autograd.Function):

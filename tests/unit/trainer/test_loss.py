@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from specdec_trainer import loss
 from specdec_trainer.attention import Layout, attend
-from specdec_trainer.layers import _SwiGLU
+from specdec_trainer.layers import _GatedDown
 from specdec_trainer.loss import TeacherHead, soft_cross_entropy
 from specdec_trainer.norm import RMSNorm
 from specdec_trainer.rope import Rope
@@ -98,7 +98,8 @@ def test_gradients_of_every_custom_function() -> None:
     assert check(
         lambda a, w: torch.func.functional_call(norm, {"weight": w}, a), (x, rand(8).requires_grad_())
     )
-    assert check(_SwiGLU.apply, (x, rand(5, 8, seed=1).requires_grad_()))
+    down = rand(3, 8, seed=2).requires_grad_()
+    assert check(_GatedDown.apply, (x, rand(5, 8, seed=1).requires_grad_(), down))
     rope = Rope(8, {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5})
     heads = rand(5, 2, 8).requires_grad_()
     assert check(lambda a: rope.apply(a, torch.tensor([0, 3, 4, 9, 2])), (heads,))
