@@ -283,7 +283,9 @@ def _run(
         seconds = time.perf_counter() - started
     speed = (state.tokens - tokens_before) / max(1e-9, seconds)
     drafter = folder / "drafter"
-    missing = group.failures(group.first and not drafter.exists())
+    # Ctrl-C is how a followed run ends: it leaves its newest state, evaluated or not.
+    unsaved = not drafter.exists() or (feed is not None and (interrupted or session.best is None))
+    missing = group.failures(group.first and unsaved)
     if missing:
         session.export(state, None)
     if group.first:

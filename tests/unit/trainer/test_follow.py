@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from specdec_trainer import checkpoint, data, follow, runlog
 from specdec_trainer.config import TrainConfig
 from specdec_trainer.run import run
@@ -75,8 +77,9 @@ def rows_by_side(shards: Path) -> tuple[int, int]:
 def test_trains_on_every_record_once_while_they_are_written(
     shards: Path, target: Path, tmp_path: Path
 ) -> None:
-    process = writer(shards, target, count=60, pause_s=0.05)
+    process = writer(shards, target, count=60, pause_s=0.1)
     try:
+        follow.open_live(shards, 60.0)  # the process has started
         result = go(shards, target, tmp_path / "run")
     finally:
         assert process.wait(30) == 0
@@ -109,7 +112,10 @@ def test_ctrl_c_while_waiting_saves_and_a_resumed_run_skips_what_was_used(
     threading.Thread(target=press_when_all_is_used, daemon=True).start()
     first = go(shards, target, out, follow_idle=None)
     assert first.interrupted
-    assert checkpoint.newest(out / "checkpoints")
+    # What is exported is the newest state.
+    saved, _ = checkpoint.read(checkpoint.newest(out / "checkpoints")[0])
+    exported = load_file(first.drafter / "model.safetensors")
+    assert torch.equal(exported["fc.weight"], saved["model.fc.weight"].bfloat16())
     used, _ = rows_by_side(shards)
     # A record or two may be short of a full batch when the wish to stop comes.
     assert used - 90 < first.state.tokens <= used
