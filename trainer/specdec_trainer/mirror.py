@@ -19,6 +19,9 @@ from specdec_tap.shards.remote import open_filesystem
 logger = logging.getLogger("specdec_trainer.mirror")
 
 _TRIES = 3
+_COPIED = ".copied"
+"""In the local folder: the URL holds all of it."""
+_CHECKPOINT = "checkpoints/step-"
 
 
 class Mirror:
@@ -44,28 +47,42 @@ class Mirror:
     def fetch(self, *, resume: bool) -> None:
         """Make the local folder what the URL holds (resuming), or empty.
 
+        A local folder that could not be copied to its end is never thrown away: a resumed run goes on with it
+        when it is further than the URL.
+
         Raises:
-            InputError: The URL cannot be read, or holds a run that is not resumed.
+            InputError: The URL cannot be read or holds a run that is not resumed, or the local folder does.
         """
-        shutil.rmtree(self.folder, ignore_errors=True)
         try:
             there = self._there()
-            if there and not resume:
-                raise InputError(f"{self.url!r} is not empty; choose another --out, or go on with --resume")
-            self.folder.mkdir(mode=0o700, parents=True)
-            for name in there:
-                path = self.folder / name
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._fs.get_file(f"{self._root}/{name}", str(path))
-                path.chmod(0o600)
-                self._copied[name] = _stamp(path)
-        except InputError:
-            raise
         except Exception as err:  # drivers raise their libraries' own types
             raise InputError(f"cannot read {self.url!r}: {err}") from err
+        if there and not resume:
+            raise InputError(f"{self.url!r} is not empty; choose another --out, or go on with --resume")
+        here = [p.relative_to(self.folder).as_posix() for p in self.folder.rglob("step-*.safetensors")]
+        if here and not (self.folder / _COPIED).is_file():
+            if not resume:
+                raise InputError(
+                    f"{str(self.folder)!r} holds an earlier run for {self.url!r} that was not copied to its "
+                    "end; go on with --resume, or delete that folder"
+                )
+            if max(here) >= max((n for n in there if _CHECKPOINT in n), default=""):
+                return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(mode=0o700, parents=True)
+        for name in there:
+            path = self.folder / name
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                self._fs.get_file(f"{self._root}/{name}", str(path))
+            except Exception as err:  # as above
+                raise InputError(f"cannot read {self.url!r}: {err}") from err
+            path.chmod(0o600)
+            self._copied[name] = _stamp(path)
 
     def start(self) -> None:
         """Begin to copy in the background."""
+        (self.folder / _COPIED).unlink(missing_ok=True)
         self._thread = threading.Thread(target=self._work, name="specdec-trainer-mirror", daemon=True)
         self._thread.start()
 
@@ -86,6 +103,7 @@ class Mirror:
         for left in reversed(range(_TRIES)):
             try:
                 self.sync()
+                (self.folder / _COPIED).touch(mode=0o600)
                 return
             except Exception as err:  # drivers raise their libraries' own types for a store that is away
                 if not left:

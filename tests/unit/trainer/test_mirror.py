@@ -89,3 +89,29 @@ def test_a_store_that_cannot_be_written_to_is_named_at_the_end(tmp_path: Path) -
     with pytest.raises(InputError, match=r"cannot write to 'file://.*the run is whole in '"):
         mirror.close()
     assert (mirror.folder / "a").read_text() == "1"
+
+
+def test_a_local_run_that_was_not_copied_is_kept(tmp_path: Path, url: str) -> None:
+    """The store was away when the run ended: resuming must not replace the only copy by an older one."""
+    first = Mirror(url)
+    first.fetch(resume=False)
+    (first.folder / "checkpoints").mkdir()
+    (first.folder / "checkpoints" / "step-000000001.safetensors").write_text("old")
+    first.sync()
+    (first.folder / "checkpoints" / "step-000000002.safetensors").write_text("new")
+    again = Mirror(url)
+    again.fetch(resume=True)
+    assert (again.folder / "checkpoints" / "step-000000002.safetensors").read_text() == "new"
+    again.start()
+    again.close()
+    assert "checkpoints/step-000000002.safetensors" in files(url)
+    # Now the URL has everything, and the local copy is free to go.
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.rm(root, recursive=True)
+    Mirror(url).fetch(resume=False)
+    assert not list(again.folder.rglob("*.safetensors"))
+    (again.folder / "step-000000001.safetensors").write_text("")
+    with pytest.raises(
+        InputError, match=r"holds an earlier run for .*not copied to its end; go on with --res"
+    ):
+        Mirror(url).fetch(resume=False)
