@@ -8,6 +8,7 @@ application around it has.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -84,7 +85,12 @@ class OwnErrorsRoute(APIRoute):
 
 
 class Fresh:
-    """One answer for many readers: made at most twice a second, by one of them while the others wait."""
+    """One answer for many readers: made at most twice a second.
+
+    A reader who finds it a little old starts the next one and takes the old one: if all waited, all would
+    be answered in one moment, and what else this event loop does, such as streaming tokens, would stand
+    still.
+    """
 
     def __init__(
         self,
@@ -96,20 +102,44 @@ class Fresh:
         self._lock = asyncio.Lock()
         self._value: bytes | None = None
         self._until = 0.0
+        self._changes = 0
+        self._renewal: asyncio.Task[None] | None = None
 
     async def get(self) -> bytes:
-        """Return the value, at most ``fresh_s`` seconds old."""
-        if self._value is not None and self._clock() < self._until:
+        """Return the value, at most ``2 * fresh_s`` seconds old.
+
+        Raises:
+            Exception: Whatever ``make`` raised, for the readers who waited for it.
+        """
+        now = self._clock()
+        if self._value is not None and now < self._until + self._fresh_s:
+            if now >= self._until and (self._renewal is None or self._renewal.done()):
+                self._renewal = asyncio.create_task(self._renew())
             return self._value
         async with self._lock:
             if self._value is None or self._clock() >= self._until:
-                self._value = await self._make()
-                self._until = self._clock() + self._fresh_s
+                await self._make_one()
+            assert self._value is not None, "made, or an error was raised"
             return self._value
+
+    async def _renew(self) -> None:
+        with contextlib.suppress(Exception):  # the value grows too old, and whoever then waits is told
+            async with self._lock:
+                if self._clock() >= self._until:
+                    await self._make_one()
+
+    async def _make_one(self) -> None:
+        while True:
+            changes = self._changes
+            value = await self._make()
+            if changes == self._changes:  # else it may be from before the change
+                self._value, self._until = value, self._clock() + self._fresh_s
+                return
 
     def forget(self) -> None:
         """The next reader gets a new one."""
-        self._until = 0.0
+        self._changes += 1
+        self._value = None
 
 
 def control_router(

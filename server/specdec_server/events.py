@@ -17,6 +17,8 @@ logger = logging.getLogger("specdec_tap.server")
 
 HEARTBEAT_S = 15.0
 QUEUE_EVENTS = 8
+SEND_AT_ONCE, SEND_PAUSE_S = 8, 0.01
+"""A few readers at a time: an event loop that also streams tokens must not stand still for them."""
 MAX_SUBSCRIBERS = 256
 
 Produce = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -101,19 +103,26 @@ class Broadcast:
                     self._latest[name] = encoded
                     changed.append(encoded)
             if changed:
-                self._send(b"".join(changed))
+                await self._send(b"".join(changed))
             await asyncio.sleep(self._interval_s)
 
-    def _send(self, event: bytes | None) -> None:
-        for queue in self._queues:
-            if queue.full():  # a reader that does not read: the oldest is of no use to it any more
-                with contextlib.suppress(asyncio.QueueEmpty):
-                    queue.get_nowait()
-            queue.put_nowait(event)
+    async def _send(self, event: bytes) -> None:
+        for number, queue in enumerate(list(self._queues)):
+            if number and number % SEND_AT_ONCE == 0:
+                await asyncio.sleep(SEND_PAUSE_S)
+            self._put(queue, event)
+
+    @staticmethod
+    def _put(queue: asyncio.Queue[bytes | None], event: bytes | None) -> None:
+        if queue.full():  # a reader that does not read: the oldest is of no use to it any more
+            with contextlib.suppress(asyncio.QueueEmpty):
+                queue.get_nowait()
+        queue.put_nowait(event)
 
     async def close(self) -> None:
         """End every stream."""
-        self._send(None)
+        for queue in self._queues:
+            self._put(queue, None)
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

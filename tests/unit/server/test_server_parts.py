@@ -16,7 +16,7 @@ import specdec_server.routes.session
 import uvicorn
 from fastapi import FastAPI
 from helpers.serverkit import write_run
-from specdec_server.control import ACTIONS, control_router
+from specdec_server.control import ACTIONS, Fresh, control_router
 from specdec_server.errors import ApiError
 from specdec_server.events import Broadcast, encode_event
 from specdec_server.history import History
@@ -405,6 +405,79 @@ def test_a_change_is_seen_by_the_next_reader():
     assert client.get("/specdec_tap/status", headers=AUTH).json()["state"] == "capturing"
     client.post("/specdec_tap/pause", headers=AUTH)
     assert client.get("/specdec_tap/status", headers=AUTH).json()["state"] == "paused"
+
+
+def test_an_old_answer_is_given_while_the_next_one_is_made():
+    """The event loop streams tokens too: a hundred readers must not wait for one answer and leave at once."""
+    now, made, release = [0.0], [], asyncio.Event()
+
+    async def make() -> bytes:
+        made.append(now[0])
+        if len(made) > 1:
+            await release.wait()
+        return str(len(made)).encode()
+
+    async def scenario() -> None:
+        fresh = Fresh(make, fresh_s=1.0, clock=lambda: now[0])
+        assert await fresh.get() == b"1"
+        now[0] = 1.5
+        for _ in range(10):
+            assert await asyncio.wait_for(fresh.get(), 1) == b"1"
+            await asyncio.sleep(0)
+        assert made == [0.0, 1.5]
+        release.set()
+        await asyncio.sleep(0.01)
+        assert await fresh.get() == b"2"
+        now[0] = 5.0  # nobody asked for long: too old to be given
+        assert await fresh.get() == b"3"
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_from_before_a_change_is_not_kept():
+    states, started, release = ["before"], asyncio.Event(), asyncio.Event()
+
+    async def make() -> bytes:
+        state = states[-1]
+        started.set()
+        if state == "before":
+            await release.wait()
+        return state.encode()
+
+    async def scenario() -> None:
+        fresh = Fresh(make)
+        reader = asyncio.create_task(fresh.get())
+        await started.wait()
+        states.append("after")
+        fresh.forget()
+        release.set()
+        assert await reader == b"after"
+        assert await fresh.get() == b"after"
+
+    asyncio.run(scenario())
+
+
+def test_an_error_is_told_to_the_reader_who_waits_and_not_kept():
+    now, fails = [0.0], [False]
+
+    async def make() -> bytes:
+        if fails[0]:
+            raise OSError("no folder")
+        return b"fine"
+
+    async def scenario() -> None:
+        fresh = Fresh(make, fresh_s=1.0, clock=lambda: now[0])
+        assert await fresh.get() == b"fine"
+        fails[0], now[0] = True, 1.5
+        assert await fresh.get() == b"fine"
+        await asyncio.sleep(0.01)
+        now[0] = 3.0
+        with pytest.raises(OSError, match="no folder"):
+            await fresh.get()
+        fails[0] = False
+        assert await fresh.get() == b"fine"
+
+    asyncio.run(scenario())
 
 
 def test_too_many_changes_are_slowed_down():
