@@ -27,6 +27,7 @@ from ._version import __version__
 from .config import TapConfig
 from .conversations import ChatTokenizer, TokenizedChat, read_chats
 from .errors import InputError, SpecdecTapError
+from .serving import is_cpu_build
 from .shards.codec import encode_block
 from .shards.layout import Piece, RecordMeta, ShardHeader, Span, TargetInfo, check_stream_name
 from .shards.lossy import from_float
@@ -295,6 +296,8 @@ class _Offline:
         env = {k: v for k, v in os.environ.items() if not k.startswith("SPECDEC_TAP")}
         if Path(job["model"]).is_dir():
             env.setdefault("HF_HUB_OFFLINE", "1")
+        if is_cpu_build():
+            env.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "specdec_tap.vllm_plugin.offline", str(theirs), json.dumps(job)],
             stdin=subprocess.PIPE,

@@ -34,10 +34,14 @@ def records(folder: Path) -> dict[str, Record]:
     return {record.meta.request_id[:6]: record for record in open_shards(folder)}
 
 
-def test_both_backends_write_the_same_shards(tmp_path: Path, capsys, monkeypatch) -> None:
-    """Prefix caching is on, chunks are small, and the second run has nothing to do."""
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("TRITON_BACKENDS_IN_TREE", "1")
+
+
+def test_both_backends_write_the_same_shards(tmp_path: Path, capsys) -> None:
+    """Prefix caching is on, chunks are small, and the second run has nothing to do."""
     model = make_llama(tmp_path / "model", dtype="float32")
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps(chat(i, 1 + i % 3)) + "\n" for i in range(10)))
