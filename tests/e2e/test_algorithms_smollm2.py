@@ -1,7 +1,7 @@
-"""EAGLE-3, EAGLE-1, Medusa and P-EAGLE on a real chat model: captured, trained for a minute each, served, accepted.
+"""EAGLE-3, EAGLE-1, Medusa and P-EAGLE on a real chat model: captured, trained for a minute each, accepted.
 
-Part of ``-m matrix``: about seven minutes on two cores. ``SPECDEC_TEST_SMOLLM2`` names a folder with the model;
-without it the model is fetched.
+Part of ``-m matrix``: about seven minutes on two cores. ``SPECDEC_TEST_SMOLLM2`` names a folder with the
+model; without it the model is fetched.
 """
 
 from __future__ import annotations
