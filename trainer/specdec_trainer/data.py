@@ -398,18 +398,21 @@ class Dataset:
             )
         return pack(documents, tuple(key))
 
+    def spread_out(self) -> Iterator[int]:
+        """Documents in an order that visits the whole data set early, the same in every run."""
+        yield from np.random.default_rng(0).permutation(len(self.survey.stretches)).tolist()
+
     def own_tokens(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Documents spread over the data set as ``(aux states [n, A, H], own token of each row [n])``, until
-        they have ``rows`` rows."""
-        order = np.random.default_rng(0).permutation(len(self.survey.stretches)).tolist()
-        for i in order:
+        """Documents as ``(aux states [n, A, H], own token and the one before [n, 2])``, until they have
+        ``rows`` rows."""
+        for i in self.spread_out():
             if rows <= 0:
                 return
             batch = self.load([i])
-            if batch.num_rows > 1:
+            if batch.num_rows > 2:
                 # The token fed at row t is x[t+1], the own one of row t + 1.
-                yield batch.aux[1:], batch.tokens[:-1]
-                rows -= batch.num_rows - 1
+                yield batch.aux[2:], torch.stack((batch.tokens[1:-1], batch.tokens[:-2]), 1)
+                rows -= batch.num_rows - 2
 
     def remember(self, batch: Batch) -> None:
         """Keep what the target said about a used batch, so that it is worked out once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import json
 import os
 import threading
@@ -215,13 +216,18 @@ def _run(
     )
     facts["draft_vocab_coverage"] = coverage
     if source is None and not checkpoints and start_by_copying(config, objective.model):
-        sample = data.Dataset(store, survey, columns=columns_of(captured, aux_ids))
+        sample = data.Dataset(store, survey, config.prompt_weight, columns_of(captured, aux_ids))
         counts = survey.counts if draft_ids is None else survey.counts[draft_ids]
         held_share = start.start_from_copying(
             objective.model, sample.own_tokens(start.rows_needed(draft.hidden_size)),
             torch.from_numpy(counts), seed=config.seed,
         )  # fmt: skip
-        say(f"the drafter starts by copying; its first state holds {held_share:.0%} of the row's own token")
+        few = [sample.load([i]).to(device) for i in itertools.islice(sample.spread_out(), 16)]
+        scale = start.scale_last_norm(objective, few)
+        say(
+            f"the drafter starts by copying; its first state holds {held_share:.0%} of the row's own token, "
+            f"its last norm is {scale:g} times the target's"
+        )
     rows = objective.loss_rows
     facts["loss_vocab_size"] = size if rows is None else len(rows)
     say(

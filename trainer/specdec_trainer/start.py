@@ -6,14 +6,15 @@ because row s holds both ends of the pair: the states of token x[s] and the embe
 with random weights needs far more traffic to find this out than to learn the rest, so it is written down
 here, in closed form:
 
-    fc      reads the row's own token x[s] out of the lowest captured layer (a ridge regression on captured
-            rows) into a whitened token space, beside random projections of everything
+    fc      reads the row's own token x[s] out of the lowest captured layer, and x[s-1] out of all of them
+            (ridge regressions on captured rows) into a whitened token space, beside random projections
     keys    the row's own token, queries the newest token, in those entries of a head that the rotation leaves
             nearly alone over a few hundred positions
     values  the embedding of x[s+1]; the output projection turns it into what the head reads as that token
 
-Everything stays trainable, and learns when to copy and when not to. Only captured rows, the embedding and the
-head are needed.
+The last norm is scaled so that the drafter is as sure as it is right: with the target's own scale its loss is
+20 nats at first, and half of the training goes into unlearning that. Everything stays trainable, and learns
+when to copy and when not to. Only captured rows, the embedding and the head are needed.
 
 Shapes: n rows, H hidden size, A aux layers, V draft vocabulary, r entries of the token space, d head size.
 """
@@ -21,15 +22,17 @@ Shapes: n rows, H hidden size, A aux layers, V draft vocabulary, r entries of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .batch import Batch
 from .drafter import Drafter
 from .layers import LlamaLayer
 from .model import Eagle3Drafter
+from .objective import Eagle3Objective
 
 _MATCH = 16.0
 """Attention score of a row whose own token is the newest one, above the others'."""
@@ -39,6 +42,8 @@ _SPAN = 300
 """Positions over which a match must be seen."""
 _ANGLE = 1.0
 """Largest rotation over them, in radians, of the entries that match."""
+_SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12)
+"""Of the last norm, tried in turn."""
 _UNSEEN = 0.1
 """Added to the count of every token, so that tokens that training never saw can be copied too."""
 _TOKEN_RIDGE, _STATE_RIDGE, _HEAD_RIDGE = 1e-4, 1e-3, 16.0
@@ -90,8 +95,8 @@ def start_from_copying(
 
     Args:
         model: One for which ``can_copy`` holds; other weights are left as they are.
-        sample: Documents as ``(aux states [n, A, H], own token of each row [n])``; ``rows_needed`` rows are
-            enough, fewer work less well.
+        sample: Documents as ``(aux states [n, A, H], own token and the one before [n, 2])``; ``rows_needed``
+            rows are enough, fewer work less well.
         counts: How often each draft token was generated ``[V]``.
         seed: Of the random directions.
 
@@ -113,19 +118,23 @@ def start_from_copying(
     embeds = tokens_of(model.target_ids(torch.arange(config.draft_vocab_size, device=device)))
     space = TokenSpace.of(embeds, weight, max(1, size // 3))
 
-    # The fusion: the own token in the first entries, random directions of all layers in the rest.
-    documents = [(_before_fusion(model, aux.to(device)), own.to(device)) for aux, own in sample]
+    # The fusion: the own token in the first entries, then the one before, random directions in the rest.
+    documents = [(_before_fusion(model, aux.to(device)), ids.to(device)) for aux, ids in sample]
     states = torch.cat([rows for rows, _ in documents])
-    own = space(tokens_of(torch.cat([ids for _, ids in documents])))
+    ids = torch.cat([ids for _, ids in documents])
     del documents
-    wanted = own.shape[1]
+    own = space(tokens_of(ids[:, 0]))
+    before = space(tokens_of(ids[:, 1]))[:, : max(1, size // 6)]
     reader = _ridge(states[:, :size], own, _STATE_RIDGE)
     read = states[:, :size] @ reader.T
     held = 1.0 - float((read - own).square().sum() / own.square().sum())
+    wanted, taken = own.shape[1], own.shape[1] + before.shape[1]
     fusion = torch.zeros_like(model.fc.weight, dtype=torch.float32)
-    fusion[:wanted, :size] = reader / read.std(0).clamp(min=1e-6)[:, None]
+    fusion[:wanted, :size] = _unit(reader, read)
+    reader = _ridge(states, before, _STATE_RIDGE)
+    fusion[wanted:taken] = _unit(reader, states @ reader.T)
     spread = states.std(0).clamp(min=1e-4)
-    fusion[wanted:] = random(size - wanted, states.shape[1]) / spread / math.sqrt(states.shape[1])
+    fusion[taken:] = random(size - taken, states.shape[1]) / spread / math.sqrt(states.shape[1])
     turn = torch.linalg.qr(random(size, size))[0]  # so that no channel of the residual stream is a token axis
     model.fc.weight.copy_(turn @ fusion)
 
@@ -162,6 +171,24 @@ def start_from_copying(
     return held
 
 
+@torch.no_grad()
+def scale_last_norm(objective: Eagle3Objective, batches: Sequence[Batch]) -> float:
+    """Scale the drafter's last norm for the smallest loss on some batches; returns the factor."""
+    model = objective.model
+    training = model.training
+    model.eval()
+    target_scale = model.norm.weight.detach().clone()
+    losses = {}
+    for factor in _SCALES:
+        model.norm.weight.copy_(target_scale * factor)
+        sums = [objective.matches(batch, objective.steps)[1] for batch in batches]
+        losses[factor] = float(sum(s.loss.sum() for s in sums))
+    best = min(_SCALES, key=losses.__getitem__)
+    model.norm.weight.copy_(target_scale * best)
+    model.train(training)
+    return best
+
+
 def _before_fusion(model: Eagle3Drafter, aux: Tensor) -> Tensor:
     """Input of ``fc`` in float32 ``[n, A * H]`` from ``[n, A, H]``."""
     x = aux.float()
@@ -191,6 +218,11 @@ def _still_entries(layer: LlamaLayer) -> Tensor:
     if 2 * len(slow) + len(unturned) < layer.head_dim // 4:
         slow = torch.arange(half - max(1, half // 4), half)
     return torch.cat((slow, slow + half, unturned))
+
+
+def _unit(reader: Tensor, read: Tensor) -> Tensor:
+    """``reader [b, a]`` with rows scaled so that what they read ``[n, b]`` has unit variance."""
+    return reader / read.std(0).clamp(min=1e-6)[:, None]
 
 
 def _ridge(x: Tensor, y: Tensor, share: float) -> Tensor:

@@ -62,7 +62,10 @@ def proposed(model: Eagle3Drafter, embed: np.ndarray) -> tuple[float, float, flo
 def teach_copying(model: Eagle3Drafter, embed: np.ndarray, rows: int = 4000) -> float:
     rng = np.random.default_rng(2)
     tokens = rng.integers(0, VOCAB, rows)
-    sample = [(states_of(embed, part, rng), torch.from_numpy(part)) for part in np.split(tokens, 8)]
+    sample = [
+        (states_of(embed, part[1:], rng), torch.from_numpy(np.stack((part[1:], part[:-1]), 1)))
+        for part in np.split(tokens, 8)
+    ]
     return start.start_from_copying(model, sample, torch.ones(model.config.draft_vocab_size))
 
 
@@ -139,5 +142,5 @@ def test_one_row_records_are_no_sample(tmp_path: Path) -> None:
     store = FakeStore([short, long])
     found = survey(store, [0, 1], vocab_size=23, max_length=99)
     ((aux, own),) = Dataset(store, found).own_tokens(5)
-    assert own.tolist() == list(range(1, 8))
-    np.testing.assert_array_equal(aux.numpy(), long.aux()[1:].view(np.float32))
+    assert own.tolist() == [[t, t - 1] for t in range(2, 8)]
+    np.testing.assert_array_equal(aux.numpy(), long.aux()[2:].view(np.float32))
