@@ -97,6 +97,10 @@ def make_prompts(sizes: list[int], seed: int = 0) -> list[list[int]]:
     return [rng.integers(5, 250, size).tolist() for size in sizes]
 
 
+def is_old() -> bool:
+    return version("vllm").startswith("0.30.")
+
+
 def make_jobs(models: dict[str, Path], root: Path, runner: str) -> list[dict[str, Any]]:
     boundaries = make_prompts([127, 128, 129, 255, 256, 257, 1, 2])
     # Each of the prompts (5 to 900 tokens) carries a marker of its own; all are sent at once, and all again.
@@ -161,7 +165,7 @@ def make_jobs(models: dict[str, Path], root: Path, runner: str) -> list[dict[str
     everything = ("boundaries", "marked", "hits", "options", "long")
     if runner == "v2":  # its kernels run in Python here: less of the same
         # Sampling kernels of vLLM 0.30 cannot be interpreted.
-        sampled = () if version("vllm").startswith("0.30.") else ("sampled",)
+        sampled = () if is_old() else ("sampled",)
         return [
             job("plain", "boundaries", "hits", "options"),
             job("off", "boundaries", "hits", "options", tap=False),
@@ -189,7 +193,10 @@ def make_jobs(models: dict[str, Path], root: Path, runner: str) -> list[dict[str
 def ran(request, models, tmp_path_factory) -> dict[str, Ran]:
     """Run one runner's engines; a mapping of job name to what it left."""
     root = tmp_path_factory.mktemp(f"capture-{request.param}")
-    (root / "jobs.json").write_text(json.dumps(make_jobs(models, root, request.param)))
+    jobs = make_jobs(models, root, request.param)
+    if is_old():  # its own drafting kernels fail on a CPU
+        jobs = [job for job in jobs if "speculative_config" not in job["llm"]]
+    (root / "jobs.json").write_text(json.dumps(jobs))
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **ENV[request.param]}
     command = [
         sys.executable,
@@ -337,7 +344,7 @@ def test_preempted_requests_are_whole(ran, oracle):
 @pytest.mark.parametrize("job", ["ngram", "eagle-same", "eagle-other", "twin"])
 def test_a_drafter_may_be_at_work(ran, oracle, job):
     if job not in ran:
-        pytest.skip("tried on the other runner")
+        pytest.skip("tried on the other runner, or on a newer vLLM")
     check(ran[job], oracle)
     if job in ("twin", "ngram"):  # the others are random: nothing of theirs is accepted
         assert ran[job].counter("vllm:spec_decode_num_accepted_tokens") > 20
@@ -346,6 +353,8 @@ def test_a_drafter_may_be_at_work(ran, oracle, job):
 
 
 def test_the_drafter_proposes_what_it_would_without_the_tap(ran):
+    if "eagle-other" not in ran:
+        pytest.skip("tried on a newer vLLM")
     on, off = ran["eagle-other"], ran["eagle-other-off"]
     assert len(on.result["proposals"]) > 20
     assert on.result["proposals"] == off.result["proposals"]
