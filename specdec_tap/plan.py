@@ -217,9 +217,7 @@ def plan_training(
         gradients=4 * count,
         optimizer=4 * moments,
         tables=width * hidden * (2 * vocab + head_rows + (size if size != vocab else 0)),
-        casts=0
-        if width == 4
-        else width * layers * (1 if draft.draft_steps else settings.ttt_steps),
+        casts=0 if width == 4 else width * layers * (1 if draft.draft_steps else settings.ttt_steps),
         activations=settings.batch_tokens * activation_bytes(draft, settings.ttt_steps, width),
         batch_tokens=settings.batch_tokens,
         ttt_steps=settings.ttt_steps,
@@ -244,8 +242,8 @@ def activation_bytes(draft: Any, steps: int, width: int) -> int:
         key_heads, key, value = heads, latent.qk_head_dim, latent.v_head_dim
         extra = 2 * ((latent.q_lora_rank or 0) + latent.kv_lora_rank) + 3 * latent.qk_rope_head_dim
     # Of the first layer: inputs of two norms and of the projections, queries, what attention gives, inputs of
-    # the MLP and of its three products, the stream before the last norm, and the loss's own copies.
-    layer = heads * (key + value) + 3 * inner + extra
+    # the MLP, its gate and its other half, the stream before the last norm, and what the loss needs.
+    layer = heads * (key + value) + 2 * inner + extra
     wide = 10 if draft.algorithm != "eagle1" else 8
     later = (draft.num_layers - 1) * (layer + 5 * hidden)
     own = key_heads * (key + value)

@@ -68,6 +68,23 @@ def draft_shape(target: Target, layer: str = "llama") -> Shape:
     return Shape(heads, int(kv), head_dim, int(width), f"heads and MLP width of the {model_type} target")
 
 
+_VALUE_ENTRIES = 512
+"""Entries of a row's values that tell one copied token from others."""
+
+
+def key_heads(config: TrainConfig, shape: Shape, hidden_size: int) -> int:
+    """Key and value heads of a drafter: the target's, or more where those are too few to copy tokens.
+
+    A drafter has one layer, so its keys and values stay a small part of the engine's cache.
+    """
+    if config.algorithm != "eagle3" or config.layer != "llama" or config.init == "random":
+        return shape.num_kv_heads
+    heads = config.num_heads or shape.num_heads
+    wanted = min(hidden_size, _VALUE_ENTRIES) / (config.head_dim or shape.head_dim)
+    enough = [n for n in range(shape.num_kv_heads, heads) if heads % n == 0 and n >= wanted]
+    return enough[0] if enough else heads
+
+
 def latent_shape(target: Target) -> LatentShape:
     """Sizes of latent attention: the target's own, and Kimi-K2's where it has none.
 
@@ -146,7 +163,7 @@ def draft_config(
         num_layers=config.num_layers,
         intermediate_size=config.intermediate_size or shape.intermediate_size,
         num_heads=config.num_heads or shape.num_heads,
-        num_kv_heads=config.num_kv_heads or shape.num_kv_heads,
+        num_kv_heads=config.num_kv_heads or key_heads(config, shape, target.hidden_size),
         head_dim=config.head_dim or shape.head_dim,
         rms_norm_eps=target.norm_eps,
         rope=draft_rope(config.layer, target, shape.head_dim) if attends else dict(NO_ROPE),

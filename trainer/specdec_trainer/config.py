@@ -36,7 +36,7 @@ class TrainConfig:
     num_heads: int | None = None
     """Query heads; None takes the target's."""
     num_kv_heads: int | None = None
-    """Key and value heads; None takes the target's."""
+    """Key and value heads; None takes the target's, or more where a start by copying needs them."""
     head_dim: int | None = None
     """Size of one head; None takes the target's."""
     draft_vocab_size: int | None = None
@@ -79,7 +79,7 @@ class TrainConfig:
     """Loss weight of step k is this to the power k."""
     broken_keep: float = 0.25
     """Share of chains unrolled further after a wrong draft token, 0 to 1; a server never goes on there."""
-    teacher_temperature: float = 1.0
+    teacher_temperature: float = 0.7
     """Temperature of the target's distribution; below 1 sharpens it towards the greedy token."""
     hard_weight: float = 0.0
     """Share of the target's distribution replaced by its greedy token, 0 to 1."""
@@ -98,7 +98,7 @@ class TrainConfig:
     """Muon for matrices with AdamW for the rest, or AdamW for everything."""
     lr: float = 2e-3
     """Peak learning rate of the matrices."""
-    adamw_lr: float = 1e-3
+    adamw_lr: float = 5e-3
     """Peak learning rate of norms and head under Muon."""
     weight_decay: float = 0.1
     """Decoupled weight decay of the matrices."""

@@ -209,7 +209,7 @@ def test_scaled_logits_are_folded_into_the_head(tmp_path: Path) -> None:
     target = load_target(
         tiny_target(tmp_path / "m", {**TARGET_CONFIG, "model_type": "granite", "logits_scaling": 4.0})
     )
-    config = TrainConfig(dtype="float32")
+    config = TrainConfig(dtype="float32", teacher_temperature=1.0)
     objective = build.build(
         config, build.draft_config(config, target, (1, 2, 3), 40), target, None, torch.device("cpu")
     )
