@@ -66,7 +66,7 @@ class BackgroundUpload:
         self._stop.set()
         self._thread.join(timeout=ROUND_S)
         deadline = time.monotonic() + LAST_TRY_S
-        while self._round() and time.monotonic() < deadline:
+        while not self._thread.is_alive() and self._round() and time.monotonic() < deadline:
             time.sleep(1.0)
         if waiting := self.status()["waiting"]:
             logger.warning(
@@ -91,6 +91,6 @@ class BackgroundUpload:
         with self._lock:
             error = failed[0] if failed else None
             self._facts |= {
-                "uploaded_shards": self._uploader.num_known, "waiting": waiting, "last_error": error,
+                "uploaded_shards": self._uploader.num_shards, "waiting": waiting, "last_error": error,
             }  # fmt: skip
         return bool(failed)

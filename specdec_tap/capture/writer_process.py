@@ -8,6 +8,7 @@ runs at about 1 GB/s of states, which is 17,000 tokens/s for a hidden size of 71
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -307,9 +308,21 @@ class Writer:
         self.assembler.on_end()
         self.sink.attempt(self.sink.writer.close)
         self.tick(closed=True)
-        if self.upload is not None:
-            self.upload.close()
-            self.tick(closed=True)
+
+    def finish_upload(self, last: dict[str, Any]) -> None:
+        """Send what was sealed last, and say so in the stream's status.
+
+        Args:
+            last: The status when it was sealed; the ring's counters may be another writer's by now.
+        """
+        if self.upload is None:
+            return
+        self.upload.close()
+        upload = self.upload.status()
+        error = self.sink.last_error or upload["last_error"]
+        with contextlib.suppress(OSError):  # the folder may be gone
+            changes = {"upload": upload, "last_error": error, "updated_unix_s": time.time()}
+            write_status(self.status_path, last | changes)
 
 
 def index_tokens(cache_tokens: int) -> int:
@@ -339,6 +352,10 @@ def serve(channel: socket.socket, writer: Writer) -> None:
         writer.handle(message)
         writer.tick()
     writer.close()
+    last = writer.status(closed=True)
+    # A worker that replaces its weights waits for this, and must not wait for a store.
+    channel.close()
+    writer.finish_upload(last)
 
 
 def main(argv: list[str]) -> int:

@@ -347,10 +347,11 @@ class Uploader:
                         self._upload(path, inside, size)
                         report.uploaded.append(inside)
                     self._known[inside] = size
-            except FileNotFoundError:
-                continue  # retention removed it meanwhile
             except Exception as err:
-                # Whatever the driver raised: the shard is safe here, and the next round tries again.
+                if not path.exists():
+                    continue  # retention removed it meanwhile
+                # Whatever the driver raised (a file not found where there is no such bucket): the shard is safe
+                # here, and the next round tries again.
                 report.failed.append(f"{inside}: {type(err).__name__}: {err}")
                 in_a_row += 1
                 if len(report.failed) == 1:  # one line a round, however many files there are
@@ -363,9 +364,9 @@ class Uploader:
         return report
 
     @property
-    def num_known(self) -> int:
-        """Files that the store has, as far as this uploader has seen."""
-        return len(self._known)
+    def num_shards(self) -> int:
+        """Shards that the store has, as far as this uploader has seen."""
+        return sum(not inside.startswith(f"{_TARGET}/") for inside in list(self._known))
 
     def has(self, path: Path) -> bool:
         """Whether the store has this local file, as it is now."""
@@ -417,7 +418,8 @@ class Uploader:
         else:
             parent, _, name = final.rpartition("/")
             self._fs.makedirs(parent, exist_ok=True)
-            part = f"{parent}/.{name}.part"
+            # Several servers with one folder may send the same file at once.
+            part = f"{parent}/.{name}.{os.getpid()}.part"
             self._fs.put_file(str(path), part)
             self._fs.mv(part, final)
         there = self._remote_size(inside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterator
@@ -129,6 +130,41 @@ def test_the_writer_process_uploads_what_a_server_captured(store: Store, tmp_pat
         assert [r.meta.request_id for r in there] == [r.meta.request_id for r in here] == ["a", "b"]
         for one, two in zip(there, here, strict=True):
             assert np.array_equal(one.aux(), two.aux())
+
+
+def test_new_weights_do_not_wait_for_a_store_that_is_away(store: Store, tmp_path: Path) -> None:
+    store.leave()
+    tap = make_tap(tmp_path / "shards", hidden_size=HIDDEN, upload_url=store.url)
+    old = tap.channel.header.stream
+    runner = FakeRunner("v1", HIDDEN)
+    tap.on_schedule(schedule([new_request("a", [1, 2, 3], max_tokens=1)]))
+    tap.on_step(runner.step(["a"], [3], [0], [1, 2, 3], [[4]], torch.ones(NUM_AUX + 1, 3, HIDDEN).bfloat16()))
+    tap.on_schedule(schedule(finished=["a"]))
+    started = time.monotonic()
+    tap.on_weights_changed("next")
+    assert time.monotonic() - started < 20, "the last shard is tried for a minute, by the old writer alone"
+    assert (tmp_path / "shards" / old / "000001.safetensors").is_file()
+    store.come_back()
+    wait(lambda: store.names() == [f"shards/{old}/000001.safetensors"])
+    tap.channel.finish()
+    tap.channel.close()
+    status = tmp_path / "shards" / old / ".status.json"
+    wait(lambda: json.loads(status.read_text())["upload"]["uploaded_shards"] == 1)
+    assert json.loads(status.read_text())["closed"]
+
+
+def test_a_bucket_that_does_not_exist_is_an_error(store: Store, tmp_path: Path) -> None:
+    (shard,) = seal(tmp_path, "own", 1)
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text("{}")
+    background = BackgroundUpload(tmp_path, "own", "s3://no-such-bucket/shards")
+    background.close()
+    status = background.status()
+    assert status["waiting"] == 2 and "does not exist" in status["last_error"]
+    assert not background.has(shard)
+    right = BackgroundUpload(tmp_path, "own", store.url)
+    right.close()
+    assert right.status()["uploaded_shards"] == 1, "a file of the target is no shard"
 
 
 def test_nothing_is_removed_before_the_store_has_it(store: Store, tmp_path: Path) -> None:
