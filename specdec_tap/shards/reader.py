@@ -700,9 +700,13 @@ class ShardStore:
             listed, foreign = self._folder.list(self._streams)
             for path, message in foreign:
                 self._note(path, message)
-            self._first = {}
+            first: dict[str, int] = {}
             for stream, number, _ in listed:
-                self._first.setdefault(stream, number)
+                first.setdefault(stream, number)
+            self._first = first  # at once: others read it meanwhile
+            for key in self._files.keys() - {(stream, number) for stream, number, _ in listed}:
+                if self._files[key].sealed:  # a journal may just be about to get its other name
+                    self._files[key].close()  # open, a removed shard would keep its disk space
             for stream, number, path in listed:
                 key = (stream, number)
                 known = self._files.get(key)

@@ -350,7 +350,7 @@ class Uploader:
             except Exception as err:
                 if not path.exists():
                     continue  # retention removed it meanwhile
-                # Whatever the driver raised (a file not found where there is no such bucket): the shard is safe
+                # Whatever the driver raised (FileNotFoundError, too, for a missing bucket): the shard is safe
                 # here, and the next round tries again.
                 report.failed.append(f"{inside}: {type(err).__name__}: {err}")
                 in_a_row += 1

@@ -12,6 +12,7 @@ import pytest
 from shardkit import make_header, random_states, write_request
 
 from specdec_tap.cli import main
+from specdec_tap.errors import ShardError
 from specdec_tap.shards import ShardWriter, open_shards, stitch
 from specdec_tap.shards.frames import HEADER_AREA_BYTES
 from specdec_tap.shards.index import summarise
@@ -87,6 +88,25 @@ def test_shards_removed_from_the_front_become_gaps_and_are_counted(tmp_path):
     report = verify_shards(tmp_path)
     assert report.ok and report.counts["num_removed_rows"] == 64
     assert report.counts["warning blocks_removed"] == 1
+
+
+def open_names() -> set[str]:
+    links = (fd for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
+    return {fd.readlink().name for fd in links}
+
+
+def test_following_lets_go_of_removed_shards(tmp_path):
+    """A trainer that follows a server must not keep the disk space of what retention removed."""
+    many_shards(tmp_path, 3)
+    with open_shards(tmp_path, follow=True) as store:
+        assert all(record.aux().shape[0] == 7 for record in store)
+        (tmp_path / "s0" / "000001.safetensors").unlink()
+        assert "000001.safetensors (deleted)" in open_names()
+        assert store.refresh() == 0 and len(store) == 6
+        assert "000001.safetensors (deleted)" not in open_names()
+        with pytest.raises(ShardError, match="000001"):
+            _ = store[0]
+        assert store[2].aux().shape[0] == 7
 
 
 def test_a_shard_missing_in_the_middle_is_an_error(tmp_path):
