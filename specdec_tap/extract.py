@@ -260,12 +260,16 @@ def extract_vllm(
     sent: Counter[str] = Counter()
     lost: dict[str, int] = {}
     before = _sums(root)
+    batch = list(itertools.islice(chats, BATCH))
+    if not batch:  # all done before: no engine is needed
+        return
     with _Offline(job) as worker:
-        while batch := list(itertools.islice(chats, BATCH)):
+        while batch:
             lost = worker.ask([{"id": c.id, "token_ids": c.token_ids, "spans": c.spans} for c in batch])
             sent.update({"records": len(batch), "tokens": sum(len(c.token_ids) for c in batch)})
             if progress is not None:
                 progress(sent["records"], f"{sent['tokens'] / (time.monotonic() - begun):,.0f} tokens/s")
+            batch = list(itertools.islice(chats, BATCH))
     wait_until_sealed(root)
     counts.update(_sums(root) - before)
     counts.update({f"lost: {name}": n for name, n in lost.items()})

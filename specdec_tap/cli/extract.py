@@ -7,6 +7,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from ..errors import InputError
 from ._console import check_writable_file, positive_int, progress_bar, write_json
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="longer conversations are left out and counted (default: %(default)s tokens)",
     )  # fmt: skip
     parser.add_argument(
-        "--engine", type=json.loads, default={}, metavar="JSON",
+        "--engine", type=_json_object, default={}, metavar="JSON",
         help="vllm: more arguments of vllm.LLM, for example '{\"tensor_parallel_size\": 8}'",
     )  # fmt: skip
     parser.add_argument("--trust-remote-code", action="store_true", help="as for 'vllm serve'")
@@ -65,13 +66,21 @@ def _int_list(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as err:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({err})") from err
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object of arguments of vllm.LLM")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
     from .. import extract
     from ..conversations import ChatTokenizer, read_chats
 
     check_writable_file(args.json, "--json")
-    if not isinstance(args.engine, dict):
-        raise InputError(f"--engine is {args.engine!r}; expected a JSON object of arguments of vllm.LLM")
     if args.backend == "hf" and not Path(args.model).is_dir():
         raise InputError(f"{args.model!r} is not a folder; --backend hf expects a Hugging Face directory")
     if args.backend == "hf" and args.engine:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers.tiny import make_llama
 
+from specdec_tap import extract
 from specdec_tap.cli import main
 from specdec_tap.conversations import ChatTokenizer, parse_chat, read_chats
 from specdec_tap.errors import InputError
@@ -88,6 +89,15 @@ def test_resuming_adds_what_is_missing_and_nothing_twice(model, chats, tmp_path,
         assert [r.meta.request_id for r in store] == ["c0", "c1"]
 
 
+def test_nothing_left_to_do_starts_no_engine(model, chats, tmp_path, capsys, monkeypatch) -> None:
+    command = ["extract", str(model), str(chats), "--out", str(tmp_path / "shards")]
+    assert main([*command, "--backend", "hf"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(extract, "_Offline", None)  # cannot be started
+    assert main([*command, "--backend", "vllm", "--resume", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"done before": 2}
+
+
 def test_answers_of_replay_are_conversations(tmp_path: Path) -> None:
     line = {"id": "a", "turns": ["One?", "Two?", "Three?"], "answers": ["1", "2"], "outcome": "too_long"}
     (chat,) = read_chats(write_chats(tmp_path / "answers.jsonl", [line]))
@@ -148,6 +158,15 @@ def test_wrong_use_is_said(model, chats, tmp_path, capsys) -> None:
     ):
         assert main(["extract", *flags, "--out", out]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "'{' is not JSON"), ("[1]", "no JSON object of arguments of vllm.LLM")]
+)
+def test_engine_arguments_that_are_no_object_are_said(text, message, chats, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["extract", "m", str(chats), "--out", str(tmp_path / "s"), "--engine", text])
+    assert message in capsys.readouterr().err
 
 
 def test_a_tokenizer_without_a_template_is_named(tmp_path: Path) -> None:
