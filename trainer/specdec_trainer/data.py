@@ -354,6 +354,7 @@ class Dataset:
     columns: list[int] | None = None
     """Which of the captured layers are read; None for all."""
     bad_records: Counter[str] = field(default_factory=Counter)
+    """How often something could not be read, by what was said; messages name the record."""
     greedy: dict[int, np.ndarray] = field(default_factory=dict)
     """Target's greedy tokens by document, filled as they become known."""
     centroid: dict[int, Tensor] = field(default_factory=dict)
@@ -398,17 +399,31 @@ class Dataset:
             )
         return pack(documents, tuple(key))
 
-    def spread_out(self) -> Iterator[int]:
-        """Documents in an order that visits the whole data set early, the same in every run."""
-        yield from np.random.default_rng(0).permutation(len(self.survey.stretches)).tolist()
+    def spread_out(self) -> Iterator[Batch]:
+        """Documents one by one, in an order that visits the whole data set early, the same in every run; a
+        damaged one is left out and counted.
+
+        Raises:
+            InputError: None of them can be read.
+        """
+        found, error = False, None
+        for i in np.random.default_rng(0).permutation(len(self.survey.stretches)).tolist():
+            try:
+                batch = self.load([i])
+            except InputError as err:
+                error = err
+                continue
+            found = True
+            yield batch
+        if error is not None and not found:
+            raise error
 
     def own_tokens(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Documents as ``(aux states [n, A, H], own token and the one before [n, 2])``, until they have
         ``rows`` rows."""
-        for i in self.spread_out():
+        for batch in self.spread_out():
             if rows <= 0:
                 return
-            batch = self.load([i])
             if batch.num_rows > 2:
                 # The token fed at row t is x[t+1], the own one of row t + 1.
                 yield batch.aux[2:], torch.stack((batch.tokens[1:-1], batch.tokens[:-2]), 1)

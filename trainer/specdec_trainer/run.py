@@ -222,7 +222,7 @@ def _run(
             objective.model, sample.own_tokens(start.rows_needed(draft.hidden_size)),
             torch.from_numpy(counts), seed=config.seed,
         )  # fmt: skip
-        few = [sample.load([i]).to(device) for i in itertools.islice(sample.spread_out(), 16)]
+        few = [batch.to(device) for batch in itertools.islice(sample.spread_out(), 16)]
         scale = start.scale_last_norm(objective, few)
         say(
             f"the drafter starts by copying; its first state holds {held_share:.0%} of the row's own token, "
@@ -288,6 +288,11 @@ def _run(
         session.close()
         seconds = time.perf_counter() - started
     speed = (state.tokens - tokens_before) / max(1e-9, seconds)
+    if damaged := session.damaged():
+        say(
+            f"{len(damaged):,} records could not be read and were left out, such as: {damaged[0]}; "
+            "'specdec-tap shards verify' lists them"
+        )
     drafter = folder / "drafter"
     # Ctrl-C is how a followed run ends: it leaves its newest state, evaluated or not.
     unsaved = not drafter.exists() or (feed is not None and (interrupted or session.best is None))
@@ -425,6 +430,7 @@ class _Session:
             return
         if kind == "train":
             values["peak_rss_bytes"] = runlog.peak_rss_bytes()
+            values["damaged_records"] = len(self.damaged())
             if self.feed is not None:
                 values |= self.feed.facts()
             values["lr"] = [g["lr"] for part in self.optimizers.parts for g in part.param_groups]
@@ -438,6 +444,10 @@ class _Session:
             if name in values:
                 scalars[f"{kind}/{name}"] = values[name]
         self.log.scalars(values["step"], scalars)
+
+    def damaged(self) -> list[str]:
+        """What was wrong with records that this process could not read."""
+        return [text for d in (self._training, self._held) if d is not None for text in list(d.bad_records)]
 
     def save(self, state: LoopState) -> None:
         state.known = dict(self.used)

@@ -57,6 +57,17 @@ def test_losses_are_finite_and_fall(target: Path, tmp_path: Path, layers: int, d
     assert all(b < a for a, b in zip(first, last, strict=True))
 
 
+def test_records_that_cannot_be_read_are_counted_and_said(target: Path, tmp_path: Path) -> None:
+    store = learnable_store(target)
+    store[3]._aux[:] = np.nan
+    said: list[str] = []
+    config = TrainConfig(**SMALL | {"epochs": 2, "held_out": 0.0, "batch_tokens": 400})
+    run(config, Path("shards"), out=tmp_path / "run", target_path=target, store=store, say=said.append,
+        tensorboard=False)  # fmt: skip
+    assert [x for x in said if x.startswith("1 records could not be read and were left out, such as: record")]
+    assert lines(tmp_path / "run", "train")[-1]["damaged_records"] == 1
+
+
 def test_a_run_learns_and_leaves_a_sound_drafter(target: Path, tmp_path: Path) -> None:
     result = go(target, tmp_path / "run", epochs=30, lr=1e-2, eval_epochs=10)
     assert result.evaluation.simulated_acceptance_length > 1.4
