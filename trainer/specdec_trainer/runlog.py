@@ -7,6 +7,7 @@ Units are in the names. The dashboard reads the same file.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import resource
@@ -23,6 +24,8 @@ from specdec_tap._version import __version__
 
 from .trackers import Tracker
 
+logger = logging.getLogger("specdec_trainer.runlog")
+
 LOG_FILE = "log.jsonl"
 
 
@@ -33,7 +36,7 @@ class RunLog:
         self.folder = folder
         fd = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._file = os.fdopen(fd, "a", buffering=1, encoding="ascii")
-        self._trackers = trackers
+        self._trackers = list(trackers)
 
     def write(self, kind: str, **values: Any) -> None:
         """One line."""
@@ -41,13 +44,25 @@ class RunLog:
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Numbers of one step, for the trackers."""
-        for tracker in self._trackers:
-            tracker.scalars(step, values)
+        for tracker in list(self._trackers):
+            try:
+                tracker.scalars(step, values)
+            except Exception as err:  # a service that is away must not end the run; the log has the numbers
+                self._trackers.remove(tracker)
+                self._lost(tracker, err)
 
     def close(self) -> None:
         self._file.close()
         for tracker in self._trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except Exception as err:  # as above
+                self._lost(tracker, err)
+
+    @staticmethod
+    def _lost(tracker: Tracker, err: Exception) -> None:
+        name = type(tracker).__name__
+        logger.warning("%s gets no more numbers of this run: %s: %s", name, type(err).__name__, err)
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from specdec_trainer.config import TrainConfig
 from specdec_trainer.run import run
+from specdec_trainer.runlog import RunLog
 from specdec_trainer.trackers import open_trackers
 from trainer_fakes import learnable_store, tiny_target
 
@@ -77,3 +78,29 @@ def test_tensorboard_is_one_of_them(tmp_path: Path) -> None:
         tracker.scalars(1, {"a": 1.0})
         tracker.close()
     assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Away:
+        def scalars(self, step: int, values: dict[str, float]) -> None:
+            raise ConnectionError("no route")
+
+        def close(self) -> None:
+            raise ConnectionError("no route")
+
+    class Here(list):
+        def scalars(self, step: int, values: dict[str, float]) -> None:
+            self.append(step)
+
+        def close(self) -> None:
+            self.append("closed")
+
+    here = Here()
+    log = RunLog(tmp_path, [Away(), here])
+    for step in (1, 2):
+        log.scalars(step, {"a": 1.0})
+    log.close()
+    assert here == [1, 2, "closed"]
+    assert caplog.text.count("Away gets no more numbers of this run: ConnectionError: no route") == 1
