@@ -64,20 +64,14 @@ class Group:
             dist.all_reduce(p.grad)
         return total.tolist()
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum of a tensor over all processes."""
-        if self.size > 1:
-            dist.all_reduce(value)
-        return value
-
-    def failures(self, failed: bool) -> int:
-        """How many processes failed; everyone gets the same number, so everyone can stop."""
+    def any(self, flag: bool) -> bool:
+        """Whether any process says yes; everyone gets the same answer, so everyone does the same next."""
         if self.size == 1:
-            return int(failed)
+            return flag
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        value = torch.tensor([int(failed)], device=device)
+        value = torch.tensor([int(flag)], device=device)
         dist.all_reduce(value)
-        return int(value)
+        return bool(value)
 
     def barrier(self) -> None:
         if self.size > 1:

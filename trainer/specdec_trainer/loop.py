@@ -128,7 +128,7 @@ def train(
 
                 # Every eval_epochs passes: held-out numbers, best checkpoint, early stop.
                 if state.step % eval_every == 0 and not finished(config, state):
-                    _evaluate(config, hooks, state)
+                    _evaluate(hooks, state, group)
 
                 # Every save_interval seconds, on Ctrl-C, or at the end of a bounded run: a checkpoint.
                 # Seconds are those that all processes share: saving sharded weights takes all of them.
@@ -150,7 +150,7 @@ def train(
     if window.count[0]:
         _log(hooks, state, window, 1, 1.0)
     if state.evaluated_step != state.step:
-        _evaluate(config, hooks, state)
+        _evaluate(hooks, state, group)
     hooks.save(state)
     return state
 
@@ -244,13 +244,15 @@ def finished(config: TrainConfig, state: LoopState) -> bool:
     )
 
 
-def _evaluate(config: TrainConfig, hooks: Hooks, state: LoopState) -> None:
+def _evaluate(hooks: Hooks, state: LoopState, group: Group) -> None:
     result = hooks.evaluate()
     state.evaluated_step = state.step
     if result is None:
         return
     hooks.log("eval", {"step": state.step, "epoch": state.epoch, "tokens": state.tokens, **result.as_dict()})
-    if hooks.newest_is_best or result.simulated_acceptance_length > state.best:
+    better = hooks.newest_is_best or result.simulated_acceptance_length > state.best
+    # The first process decides: on GPUs the last digits of others may differ, and writing takes all of them.
+    if group.any(group.first and better):
         state.best, state.best_step, state.stale = result.simulated_acceptance_length, state.step, 0
         hooks.saved_best(state, result)
     else:

@@ -296,8 +296,7 @@ def _run(
     drafter = folder / "drafter"
     # Ctrl-C is how a followed run ends: it leaves its newest state, evaluated or not.
     unsaved = not drafter.exists() or (feed is not None and (interrupted or session.best is None))
-    missing = group.failures(group.first and unsaved)
-    if missing:
+    if group.any(group.first and unsaved):
         session.export(state, None)
     if group.first:
         if not interrupted and (predicted := session.predict()):

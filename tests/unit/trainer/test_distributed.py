@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from specdec_trainer import checkpoint
+from specdec_trainer import checkpoint, loop
 from specdec_trainer.checkpoint import LoopState
 from specdec_trainer.config import TrainConfig
 from specdec_trainer.distributed import Group
+from specdec_trainer.evaluate import Evaluation
 from specdec_trainer.export import check_drafter
+from specdec_trainer.loop import Hooks
 from specdec_trainer.run import run
 from trainer_fakes import learnable_store, tiny_target
 
@@ -165,6 +167,28 @@ def test_one_process_without_readable_data_ends_all(tmp_path: Path) -> None:
     codes = two_processes(tmp_path, target, tmp_path / "run", SETTINGS, broken_rank="1")
     assert 0 not in codes
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(("first_says", "own_length"), [(True, 1.0), (False, 9.0)])
+def test_the_first_process_decides_what_is_best(first_says: bool, own_length: float) -> None:
+    """Writing sharded weights takes every process: last digits that differ must not leave one waiting."""
+
+    class Second(Group):
+        def any(self, flag: bool) -> bool:
+            assert not flag, "only the first process votes"
+            return first_says
+
+    evaluation = Evaluation((1.0,), (1,), (1,), 1, (int(own_length) - 1,), 1)
+    written: list[int] = []
+    hooks = Hooks(
+        epoch_batches=lambda *_: (0, iter(())), evaluate=lambda: evaluation, log=lambda *_: None,
+        save=lambda _: None, saved_best=lambda state, _: written.append(state.step),
+        progress=lambda *_: None,
+    )  # fmt: skip
+    state = LoopState(step=7, best=5.0)
+    loop._evaluate(hooks, state, Second(rank=1, size=2))
+    assert written == ([7] if first_says else [])
+    assert state.stale == (0 if first_says else 1)
 
 
 @pytest.mark.parametrize(("count", "size"), [(7, 2), (2, 3), (1, 4), (12, 4)])
