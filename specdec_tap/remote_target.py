@@ -69,6 +69,8 @@ def fetch(url: str, folder: Path) -> Target:
     part.mkdir(mode=0o700, parents=True)
     try:
         _fetch(fs, root, part)
+        for path in part.iterdir():
+            path.chmod(0o600)
         try:
             part.rename(folder)
         except OSError:
@@ -99,6 +101,8 @@ def _fetch(fs: Any, root: str, folder: Path) -> None:
             fs.get_file(names[name], str(folder / name))
     weights = sorted(name for name in names if name.endswith(".safetensors"))
     if _INDEX in names:
+        if (size := int(fs.size(names[_INDEX]))) > _MAX_JSON_BYTES:
+            raise InputError(f"{_INDEX!r} has {size:,} bytes; expected at most {_MAX_JSON_BYTES:,}")
         index = json.loads(fs.cat_file(names[_INDEX]))
         wanted = {str(k): Path(str(v)).name for k, v in index["weight_map"].items() if is_candidate(str(k))}
         (folder / _INDEX).write_text(json.dumps({"weight_map": wanted}))
@@ -125,7 +129,6 @@ def _sparse_copy(fs: Any, source: str, path: Path) -> None:
     if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
         raise InputError(f"{path.name!r} is not a safetensors file (header length {length:,})")
     with path.open("wb") as file:
-        path.chmod(0o600)
         file.write(first + fs.cat_file(source, start=8, end=8 + length))
         file.truncate(size)
 

@@ -64,6 +64,7 @@ def test_only_the_needed_tensors_are_copied(tmp_path: Path) -> None:
     first = (copy / "model-1.safetensors").stat()
     assert first.st_size == (source / "model-1.safetensors").stat().st_size
     assert first.st_blocks * 512 < 200_000
+    assert {path.stat().st_mode & 0o777 for path in copy.iterdir()} == {0o600}
 
 
 def test_a_copy_is_made_once(tmp_path: Path) -> None:
