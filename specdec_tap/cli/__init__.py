@@ -19,7 +19,10 @@ COMMANDS = {
     ),
     "replay": ("specdec_tap.cli.replay", "send a jsonl of conversations to an OpenAI-compatible server"),
     "extract": ("specdec_tap.cli.extract", "make shards from a jsonl of conversations, without a server"),
-    "shards": ("specdec_tap.cli.shards", "list, summarise, verify and repair captured shards"),
+    "shards": (
+        "specdec_tap.cli.shards",
+        "list, summarise, verify, repair, forget, import, export and upload shards",
+    ),
     "status": ("specdec_tap.cli.status", "show what the capture of a running server is doing"),
     "pause": ("specdec_tap.cli.control", "stop capturing new requests on a running server"),
     "resume": ("specdec_tap.cli.control", "capture new requests again"),
