@@ -50,7 +50,7 @@ class Plan:
         revision = f"{Path(path).name}+" if path else ""
         try:
             self.tap.on_weights_changed(f"{revision}reload{self.num_reloads}")
-        except SpecdecTapError as err:  # capture must not mix weights, and serving must go on
+        except Exception as err:  # capture must not mix weights, and serving must go on, whatever failed
             self.tap.active = False
             logger.error("capture is off for this process: %s; serving continues", err)
 
@@ -129,6 +129,7 @@ def choose_layers(plan: Plan, model: Any, vllm_config: Any) -> tuple[int, ...]:
 
     Raises:
         ConfigError: An id is outside what the model can give.
+        UnsupportedVllmError: Nothing says which layers the server's drafter takes.
     """
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
     asked = plan.config.aux_layer_ids

@@ -88,7 +88,7 @@ def wrap_sample_tokens(original: Any, replace: Callable[[Any, Any], Any]) -> Any
     @functools.wraps(original)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         plan, state = plan_of(self), self.execute_model_state
-        if plan is None or state is None:
+        if plan is None or not plan.attached or state is None:
             return original(self, *args, **kwargs)
         aux = state.aux_hidden_states
         if aux is None:

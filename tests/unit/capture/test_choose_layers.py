@@ -10,7 +10,8 @@ import torch
 
 from specdec_tap.config import TapConfig
 from specdec_tap.errors import UnsupportedVllmError
-from specdec_tap.vllm_plugin.attach import Plan, choose_layers
+from specdec_tap.vllm_plugin.attach import Plan, attach, choose_layers
+from specdec_tap.vllm_plugin.runner_common import PLAN, wrap_sample_tokens
 
 
 class Inner(torch.nn.Module):
@@ -67,3 +68,21 @@ def test_without_a_drafter_only_the_taps_layers_are_asked_for() -> None:
 def test_a_drafter_whose_layers_are_unknown_is_refused() -> None:
     with pytest.raises(UnsupportedVllmError, match="Model does not say of which layers"):
         choose((), None)
+
+
+def test_a_server_that_goes_on_without_capture_keeps_its_drafters_states(caplog) -> None:
+    """``strict: false``: what cannot be tapped is served as it would be without the tap."""
+    plan = Plan(TapConfig(dir=Path("shards"), strict=False), "v1")
+    state = Object(aux_hidden_states=["own"], hidden_states="final")
+    config = Object(model_config=Object(hf_text_config=Object(num_hidden_layers=8)), additional_config={})
+    runner = Object(
+        vllm_config=config, use_aux_hidden_state_outputs=True, execute_model_state=state, **{PLAN: plan}
+    )
+    attach(plan, Model(()), runner)
+    assert not plan.attached and "capture is off for this server" in caplog.text
+
+    def replaced(state: Object, aux: object) -> Object:
+        raise AssertionError("the state is the server's own")
+
+    sample_tokens = wrap_sample_tokens(lambda self: self.execute_model_state, replaced)
+    assert sample_tokens(runner) is state
