@@ -55,7 +55,7 @@ class WriterChannel:
     def __init__(self, ring: Ring, header: ShardHeader, hello: Callable[[], dict[str, Any]]) -> None:
         self._ring, self._hello = ring, hello
         self._outbox: deque[tuple[Ticket | None, bytes]] = deque()
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
         self._wake = threading.Event()
         self._closed = False
         self.lost = False
@@ -109,9 +109,12 @@ class WriterChannel:
 
     def replace(self, header: ShardHeader) -> None:
         """Let the writer seal its stream and start another one; waits for both (not for the serving path)."""
-        self.finish()
-        with self._sending:
+        with self._sending:  # all the time: to the helper, a writer that leaves looks like one that died
+            self.finish()
             self._outbox.clear()
+            if self._ready is not None:  # started for the old header
+                self._ready[0].close()
+                self._ready = None
             self._socket, self.header = self._start(header)
             self._ring.reset()
             self.lost = False
@@ -174,12 +177,19 @@ class WriterChannel:
 
     def _try_to_start(self) -> None:
         try:
-            self._ready = self._start(self.header)
+            header = self.header
+            ready = self._start(header)
         except Exception as err:  # a thread of its own: report and try again
             logger.error(
                 "the writer process cannot be started again (%s); next try in %gs", err, RESTART_INTERVAL_S
             )
             time.sleep(RESTART_INTERVAL_S)
+            return
+        with self._sending:
+            if header is self.header:
+                self._ready = ready
+            else:  # replaced meanwhile: this one would write under the old header
+                ready[0].close()
 
     # -- either ---------------------------------------------------------------------------------------
 

@@ -420,10 +420,13 @@ class Tap:
         """
         if not self.active:
             return
+        if self.channel.lost:
+            self._writer_lost()
         self._give_up(self._live(), "dropped_weights_changed")
         header = self.channel.header
         target = {**header.target.to_json(), "revision": revision}
         self.channel.replace(header.replace(target=type(header.target).from_json(target)))
+        self._loss_counted = False
         logger.info("the weights changed; capture goes on in stream %s", self.channel.header.stream)
 
     def control(self, action: str, rate: float | None = None) -> dict[str, Any]:

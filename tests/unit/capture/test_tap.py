@@ -351,6 +351,24 @@ def test_a_writer_that_dies_while_the_engine_is_idle_is_replaced_before_the_next
     assert counts(tap)["requests_sealed"] == 1
 
 
+def test_new_weights_after_a_writer_died_begin_a_stream_of_their_own(start, tmp_path):
+    """The writer that was started for the old weights must not write states of the new ones."""
+    tap = start()
+    tap.on_schedule(schedule([new_request("lost", [1])]))
+    os.kill(writer_pid(tap, tmp_path), signal.SIGKILL)
+    wait(lambda: tap.channel._ready is not None)
+    tap.on_weights_changed("second")
+    assert tap.channel._ready is None and not tap.channel.lost
+    one_request(tap, V1, "after")
+    os.kill(writer_pid(tap, tmp_path), signal.SIGKILL)
+    wait(lambda: tap.channel._ready is not None)
+    one_request(tap, V1, "last")
+    tap.channel.finish()
+    assert counts(tap)["dropped_writer_lost"] >= 1
+    with open_shards(tmp_path / "shards", ignore_differences=("target.revision",)) as store:
+        assert {r.header.target.revision for r in store if r.meta.request_id == "last"} == {"second"}
+
+
 def test_a_stopped_writer_is_not_waited_for_and_whole_requests_are_dropped(start, tmp_path):
     tap = start(ring_bytes=1 << 20, limits={"max_rows": 256, "max_requests": 8})
     pid = writer_pid(tap, tmp_path)
