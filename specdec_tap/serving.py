@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -433,20 +432,6 @@ def read_metrics(url: str, timeout_s: float = 30.0) -> list[Sample]:
         raise InputError(f"{address} answers {err.code} {err.reason}; is it a vLLM server?") from err
     except (OSError, ValueError) as err:
         raise InputError(f"{address} cannot be read ({_reason(err)}); is the server running?") from err
-
-
-def server_max_model_len(url: str, model: str | None = None, timeout_s: float = 30.0) -> int | None:
-    """Return the ``max_model_len`` that ``/v1/models`` states for a model; None if it states none."""
-    try:
-        with opener_for(url).open(url.rstrip("/") + "/models", timeout=timeout_s) as answer:
-            cards = json.loads(answer.read(MAX_METRICS_BYTES))["data"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    for card in cards if isinstance(cards, list) else []:
-        if isinstance(card, dict) and (model is None or card.get("id") == model):
-            length = card.get("max_model_len")
-            return length if isinstance(length, int) else None
-    return None
 
 
 def root_url(url: str) -> str:

@@ -274,13 +274,6 @@ def load_target(
     return _open_checkpoint(path, embed_key, head_key, norm_key)
 
 
-def copy_tokenizer_files(target: Target, out_dir: Path) -> list[str]:
-    """Copy tokenizer and chat template files of ``target`` into ``out_dir``; returns their names."""
-    for file in target.files:
-        _copy_file(file, out_dir / file.name)
-    return [file.name for file in target.files]
-
-
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, read in small pieces."""
     digest = hashlib.sha256()

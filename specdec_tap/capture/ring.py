@@ -126,11 +126,6 @@ class Ring:
         self._control[_HEAD] = self._head
         return position, self._head
 
-    def rewind(self, head: int) -> None:
-        """Give back the newest allocations: nothing was published since the head stood at ``head``."""
-        self._head = head
-        self._control[_HEAD] = head
-
     @property
     def head(self) -> int:
         return self._head

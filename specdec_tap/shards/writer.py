@@ -91,7 +91,6 @@ class ShardWriter:
         self._mutex = threading.RLock()
         self._closed = False
         self._fd = -1
-        self._finished_bytes = 0
         with self._disk("cannot use the stream folder"):
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._dir.mkdir(mode=0o700, exist_ok=True)
@@ -124,12 +123,6 @@ class ShardWriter:
     def header(self) -> ShardHeader:
         """As given, with the current shard number."""
         return self._header.replace(shard=self._number)
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes on disk in all files this writer has written so far."""
-        with self._mutex:
-            return self._finished_bytes + (self._end if self._fd >= 0 else 0)
 
     def append_block(
         self, payload: bytes, *, position: int | None = None, num_rows: int | None = None
@@ -385,7 +378,7 @@ class ShardWriter:
             path = self.path
             sealed = self._dir / shard_name(self._number, SEALED_SUFFIX)
             try:
-                file_bytes = write_seal(
+                write_seal(
                     self._fd, self._journal_header, self._totals, self._index, self._end, self._sequence
                 )
                 publish(path, sealed)
@@ -394,7 +387,6 @@ class ShardWriter:
                 with contextlib.suppress(OSError):
                     self._untear()
                 raise
-            self._finished_bytes += file_bytes
             os.close(self._fd)
             self._fd = -1
             self._number += 1

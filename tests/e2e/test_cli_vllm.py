@@ -12,7 +12,6 @@ import pytest
 import yaml
 from helpers.tiny import make_eagle3_drafter, make_llama, make_tokenizer
 
-from specdec_tap import serving
 from specdec_tap.cli import main
 from specdec_tap.serving import VllmServer
 
@@ -92,10 +91,6 @@ def test_a_server_without_a_drafter_cannot_be_measured(tapped, tmp_path, capsys)
     prompts = write_prompts(tmp_path / "p.jsonl", [["a"]])
     assert main(["eval", "--url", tapped.server.url, "--prompts", str(prompts)]) == 2
     assert "does no speculative decoding" in capsys.readouterr().err
-
-
-def test_the_server_states_its_context_length(tapped):
-    assert serving.server_max_model_len(tapped.server.url) == MAX_MODEL_LEN
 
 
 def test_a_port_in_use_is_refused_before_vllm_starts(models, tapped, tmp_path, capsys):

@@ -95,9 +95,6 @@ class Survey:
         )
 
 
-_FEW_SUPERVISED = 0.02
-
-
 def survey(
     store: Store, indices: Sequence[int], *, vocab_size: int, max_length: int, prompt_weight: float = 0.0
 ) -> Survey:

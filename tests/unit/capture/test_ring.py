@@ -54,14 +54,6 @@ def test_more_than_the_whole_ring_never_fits(ring):
     assert ring.allocate(1024) == (0, 1024)
 
 
-def test_rewind_gives_back_the_newest_allocations(ring):
-    ring.allocate(64)
-    head = ring.head
-    ring.allocate(512)
-    ring.rewind(head)
-    assert ring.allocate(960) == (64, 1024)
-
-
 def test_reset_empties_the_ring_of_a_dead_writer(ring):
     ring.allocate(1024)
     ring.reset()
