@@ -153,6 +153,8 @@ def _run(
     device = pick_device(config.device, group)
     if resume and out is None:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
+    if group.first and out is not None:
+        check_free(out, resume=resume)  # now, not after a wait for records
     kind = ALGORITHMS[config.algorithm]
     if live:
         follow.check_processes(group.size)
@@ -576,13 +578,18 @@ def columns_of(captured: tuple[int, ...], chosen: tuple[int, ...]) -> list[int] 
 
 def prepare_folder(folder: Path, *, resume: bool) -> None:
     """Create the run folder; an old run is never mixed with a new one."""
-    if folder.exists() and not resume and any(folder.iterdir()):
-        raise InputError(f"{str(folder)!r} is not empty; choose another --out, or go on with --resume")
+    check_free(folder, resume=resume)
     try:
         (folder / "checkpoints").mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
     except OSError as err:
         raise InputError(f"cannot write to {str(folder)!r}: {err.strerror or err}") from err
+
+
+def check_free(folder: Path, *, resume: bool) -> None:
+    """Refuse a run folder that holds something, unless the run in it is to go on."""
+    if not resume and folder.is_dir() and any(folder.iterdir()):
+        raise InputError(f"{str(folder)!r} is not empty; choose another --out, or go on with --resume")
 
 
 def readable_checkpoints(out: Path) -> list[Path]:

@@ -230,10 +230,11 @@ def test_resume_with_other_settings_is_refused(target: Path, tmp_path: Path) -> 
         go(target, tmp_path / "nothing", resume=True)
 
 
-def test_a_used_run_folder_is_refused(target: Path, tmp_path: Path) -> None:
-    go(target, tmp_path / "run", epochs=1)
+def test_a_used_run_folder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.jsonl").touch()
     with pytest.raises(InputError, match=r"is not empty; choose another --out, or go on with --resume"):
-        go(target, tmp_path / "run", epochs=1)
+        run(TrainConfig(**SMALL), tmp_path / "no-shards", out=tmp_path / "run", live=True)
 
 
 def test_non_finite_loss_stops_before_the_update_and_names_the_records(target: Path, tmp_path: Path) -> None:
