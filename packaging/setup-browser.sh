@@ -15,8 +15,8 @@ if path=$(found); then
 fi
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "browser: installing Debian's chromium"
-    install() { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
-    { install || { apt-get update -qq && install; }; } >/dev/null 2>&1
+    install() { DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
+    { install || { timeout 120 apt-get update -qq && install; }; } >/dev/null 2>&1
 fi
 if ! path=$(found); then
     echo "browser: downloading Playwright's build"
