@@ -17,6 +17,8 @@ from typing import Any
 from .errors import InputError
 
 MAX_LINE_BYTES = 16 << 20
+MAX_ID_CHARS = 240
+"""vLLM appends nine characters to a request's id, and shards keep 256."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -101,7 +103,7 @@ def parse_chat(row: Any) -> Chat:
         out.pop()  # a question that nobody answered trains nothing
     if not out:
         raise ValueError("holds no message of the assistant")
-    return Chat(str(name)[-256:], tuple(out))
+    return Chat(str(name)[-MAX_ID_CHARS:], tuple(out))
 
 
 class ChatTokenizer:

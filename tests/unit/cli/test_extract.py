@@ -14,6 +14,7 @@ from specdec_tap.cli import main
 from specdec_tap.conversations import ChatTokenizer, parse_chat, read_chats
 from specdec_tap.errors import InputError
 from specdec_tap.shards import open_shards
+from specdec_tap.shards.layout import MAX_REQUEST_ID_CHARS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -137,6 +138,11 @@ def test_bad_lines_are_named_before_the_model_is_loaded(line: str, message: str,
     assert main(["extract", "no-model", str(tmp_path / "c.jsonl"), "--out", str(tmp_path / "s")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "s").exists()
+
+
+def test_a_long_id_is_cut_so_that_it_is_known_again_in_the_shards() -> None:
+    chat = parse_chat(row("x" * 300 + "7", CHATS[0]))
+    assert chat.id.endswith("x7") and len(chat.id) + len("-01234567") <= MAX_REQUEST_ID_CHARS
 
 
 def test_an_id_twice_is_named(tmp_path: Path) -> None:
