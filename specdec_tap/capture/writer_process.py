@@ -2,8 +2,8 @@
 
 Started by the worker as ``python -m specdec_tap.capture.writer_process SOCKET_FD RING_FD RING_BYTES``.
 It never imports torch or vllm. It lives until the worker closes the socket, then seals what it holds;
-signals that end the server do not end it (it has a session of its own). One thread does everything: encoding
-runs at about 1 GB/s of states, which is 17,000 tokens/s for a hidden size of 7168.
+signals that end the server do not end it (it has a session of its own). One thread does everything but
+uploading: encoding runs at about 1 GB/s of states, which is 17,000 tokens/s for a hidden size of 7168.
 """
 
 from __future__ import annotations
