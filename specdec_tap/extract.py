@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +259,7 @@ def extract_vllm(
     begun = time.monotonic()
     sent: Counter[str] = Counter()
     lost: dict[str, int] = {}
-    before = _sums(root)
+    before = _streams(root)  # of other servers, which may go on writing
     batch = list(itertools.islice(chats, BATCH))
     if not batch:  # all done before: no engine is needed
         return
@@ -270,18 +270,21 @@ def extract_vllm(
             if progress is not None:
                 progress(sent["records"], f"{sent['tokens'] / (time.monotonic() - begun):,.0f} tokens/s")
             batch = list(itertools.islice(chats, BATCH))
-    wait_until_sealed(root)
-    counts.update(_sums(root) - before)
+    wait_until_sealed(root, before)
+    counts.update(_sums(root, before))
     counts.update({f"lost: {name}": n for name, n in lost.items()})
     if missing := sent["records"] - counts["records"] - sum(lost.values()):
         counts["lost: not stored"] += missing
 
 
-def _sums(root: Path) -> Counter[str]:
-    if not root.is_dir():
-        return Counter()
+def _streams(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()} if root.is_dir() else set()
+
+
+def _sums(root: Path, others: set[str]) -> Counter[str]:
+    """Records and tokens in all streams but the ``others``."""
     with open_shards(root, follow=True) as store:
-        totals = [info.totals for info in store.shards]
+        totals = [info.totals for info in store.shards if info.stream not in others]
     return Counter(
         {
             "records": sum(t.num_records for t in totals),
@@ -351,14 +354,19 @@ class _Offline:
         self._log.close()
 
 
-def wait_until_sealed(root: Path, timeout_s: float = 120.0) -> None:
+def wait_until_sealed(root: Path, others: Collection[str] = (), timeout_s: float = 120.0) -> None:
     """Wait for the tap's writer, which outlives the engine until its last shard is sealed.
+
+    Args:
+        root: Shards folder.
+        others: Streams that are not waited for.
+        timeout_s: In seconds.
 
     Raises:
         SpecdecTapError: A shard is still open after the time.
     """
     deadline = time.monotonic() + timeout_s
-    while any(root.glob("*/*.open")):
+    while any(path.parent.name not in others for path in root.glob("*/*.open")):
         if time.monotonic() > deadline:
             raise SpecdecTapError(
                 f"a shard in {str(root)!r} is still open {timeout_s:.0f} s after the engine ended; "

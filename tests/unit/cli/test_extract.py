@@ -12,7 +12,7 @@ from helpers.tiny import make_llama
 from specdec_tap import extract
 from specdec_tap.cli import main
 from specdec_tap.conversations import ChatTokenizer, parse_chat, read_chats
-from specdec_tap.errors import InputError
+from specdec_tap.errors import InputError, SpecdecTapError
 from specdec_tap.shards import open_shards
 from specdec_tap.shards.layout import MAX_REQUEST_ID_CHARS
 
@@ -97,6 +97,19 @@ def test_nothing_left_to_do_starts_no_engine(model, chats, tmp_path, capsys, mon
     monkeypatch.setattr(extract, "_Offline", None)  # cannot be started
     assert main([*command, "--backend", "vllm", "--resume", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == {"done before": 2}
+
+
+def test_a_server_that_captures_into_the_same_folder_is_left_alone(model, chats, tmp_path) -> None:
+    root = tmp_path / "shards"
+    (root / "other").mkdir(parents=True)
+    (root / "other" / "000001.open").touch()
+    before = extract._streams(root)
+    assert main(["extract", str(model), str(chats), "--backend", "hf", "--out", str(root), "--resume"]) == 0
+    extract.wait_until_sealed(root, before, timeout_s=0.0)
+    with pytest.raises(SpecdecTapError, match="is still open"):
+        extract.wait_until_sealed(root, timeout_s=0.0)
+    assert extract._sums(root, before)["records"] == 2
+    assert extract._sums(root, extract._streams(root))["records"] == 0
 
 
 def test_answers_of_replay_are_conversations(tmp_path: Path) -> None:
