@@ -53,7 +53,7 @@ def enforce(
         max_bytes: Most bytes of all shards together, journals included; None: no limit.
         max_age_s: Oldest a sealed shard may get, by its modification time, in seconds; None: no limit.
         may_go: Asked before a shard is removed; where it says no (a store does not have it yet) the shard
-            stays, and the folder may be larger than its bounds until then.
+            and later ones of its stream stay, and the folder may be larger than its bounds until then.
 
     Returns:
         What was removed, oldest first.
@@ -61,6 +61,7 @@ def enforce(
     files = sorted(_shards(root))
     total = sum(file.num_bytes for file in files)
     living: dict[Path, bool] = {}
+    waiting = set()
     removed = []
     now = time.time()
     for file in files:
@@ -73,7 +74,9 @@ def enforce(
                 living[folder] = is_locked(folder / LOCK_NAME)
             if living[folder]:
                 continue
-        if may_go is not None and not may_go(file.path):
+        # Readers take what is missing at the front for removed, and in the middle for damage.
+        if folder in waiting or (may_go is not None and not may_go(file.path)):
+            waiting.add(folder)
             continue
         try:
             file.path.unlink()

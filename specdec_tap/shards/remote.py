@@ -334,6 +334,7 @@ class Uploader:
         round."""
         report = UploadReport()
         in_a_row = 0
+        waiting = set()
         for path, inside in self._files():
             if in_a_row >= _FAILURES_IN_A_ROW:
                 report.not_tried += inside not in self._known
@@ -354,11 +355,13 @@ class Uploader:
                 # here, and the next round tries again.
                 report.failed.append(f"{inside}: {type(err).__name__}: {err}")
                 in_a_row += 1
+                waiting.add(path.parent)
                 if len(report.failed) == 1:  # one line a round, however many files there are
                     logger.warning("could not upload %s to %s: %s", inside, self._url, err)
                 continue
             in_a_row = 0
-            if self._remove_local and self._may_go(path):
+            # Readers take what is missing at the front for removed, and in the middle for damage.
+            if self._remove_local and path.parent not in waiting and self._may_go(path):
                 path.unlink(missing_ok=True)
                 report.removed_locally += 1
         return report

@@ -51,6 +51,16 @@ def test_shards_that_are_too_old_go_whatever_the_size(put, tmp_path):
     assert [r.shard for r in enforce(tmp_path, "own", max_bytes=None, max_age_s=60)] == [1]
 
 
+def test_a_shard_that_must_stay_keeps_the_later_ones_of_its_stream(put, tmp_path):
+    for i in range(1, 4):
+        put(f"own/00000{i}.safetensors", age_s=50 - i)
+        put(f"dead/00000{i}.safetensors", age_s=40 - i)
+    removed = enforce(
+        tmp_path, "own", max_bytes=0, max_age_s=None, may_go=lambda p: p.parent.name == "own" or "1" in p.name
+    )
+    assert {(r.stream, r.shard) for r in removed} == {("own", 1), ("own", 2), ("own", 3), ("dead", 1)}
+
+
 def test_journals_count_and_stay(put, tmp_path):
     put("own/000001.open", age_s=100, size=1000)
     put("own/000002.safetensors", age_s=1)

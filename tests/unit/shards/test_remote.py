@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import uuid
 from pathlib import Path
@@ -118,13 +119,13 @@ def test_the_cache_stays_inside_its_size(tmp_path):
 class Away:
     """Makes a file system's uploads fail while ``broken`` is set."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, monkeypatch, only: str = "") -> None:
         self.broken = True
         kind = type(fsspec.filesystem("memory"))
         real = kind.put_file
 
         def put_file(fs, local, path, *args, **kwargs):
-            if self.broken:
+            if self.broken and only in path:
                 raise ConnectionError("the store is away")
             return real(fs, local, path, *args, **kwargs)
 
@@ -148,6 +149,20 @@ def test_nothing_is_lost_while_the_store_is_away(tmp_path, memory_url, monkeypat
         "000003.safetensors"
     ]
     assert len(open_shards(memory_url, cache_dir=tmp_path / "cache")) == 6
+
+
+def test_local_shards_go_from_the_front_only(tmp_path, memory_url, monkeypatch):
+    """A shard that is missing in the middle would look like damage."""
+    local_shards(tmp_path / "shards", 4)
+    shutil.rmtree(tmp_path / "shards" / "target")
+    away = Away(monkeypatch, only="000002")
+    uploader = Uploader(tmp_path / "shards", memory_url, remove_local=True)
+    report = uploader.run_once()
+    assert len(report.failed) == 1 and report.removed_locally == 1
+    assert verify_shards(tmp_path / "shards").ok
+    away.broken = False
+    assert uploader.run_once().removed_locally == 2
+    assert verify_shards(tmp_path / "shards").ok
 
 
 def test_a_background_uploader_follows_a_writer(tmp_path, memory_url):
