@@ -64,6 +64,13 @@ class Group:
             dist.all_reduce(p.grad)
         return total.tolist()
 
+    def send_weights(self, model: nn.Module) -> None:
+        """Give every process the first one's trained weights."""
+        if self.size > 1:
+            for p in model.parameters():
+                if p.requires_grad:
+                    dist.broadcast(p.data, 0)
+
     def any(self, flag: bool) -> bool:
         """Whether any process says yes; everyone gets the same answer, so everyone does the same next."""
         if self.size == 1:

@@ -144,6 +144,30 @@ def start_by_copying(config: TrainConfig, model: Drafter) -> bool:
     return possible and config.init != "random"
 
 
+def copy_into(objective: Eagle3Objective, sample: data.Dataset, counts: torch.Tensor, seed: int) -> str:
+    """Let a new drafter start by copying; returns what to tell about it.
+
+    Args:
+        objective: With the drafter.
+        sample: Its training data.
+        counts: How often each draft token was generated ``[V]``.
+        seed: Of the random directions.
+    """
+    model = objective.model
+    rows = start.rows_needed(model.config.hidden_size)
+    held = start.start_from_copying(model, sample.own_tokens(rows), counts, seed=seed)
+    if held is None:
+        return "too few captured rows for a start that copies: the drafter starts with random weights"
+    device = next(model.parameters()).device
+    scale = start.scale_last_norm(
+        objective, [batch.to(device) for batch in itertools.islice(sample.spread_out(), 16)]
+    )
+    return (
+        f"the drafter starts by copying; its first state holds {held:.0%} of the row's own token, its last "
+        f"norm is {scale:g} times the target's"
+    )
+
+
 def _run(
     config: TrainConfig, shards: Path, out: Path | None, target_path: Path | None, target_name: str | None,
     resume: bool, format: str, progress: Callable[[float, str], None], say: Callable[[str], None], store: Any,
@@ -218,18 +242,11 @@ def _run(
     )
     facts["draft_vocab_coverage"] = coverage
     if source is None and not checkpoints and start_by_copying(config, objective.model):
-        sample = data.Dataset(store, survey, config.prompt_weight, columns_of(captured, aux_ids))
-        counts = survey.counts if draft_ids is None else survey.counts[draft_ids]
-        held_share = start.start_from_copying(
-            objective.model, sample.own_tokens(start.rows_needed(draft.hidden_size)),
-            torch.from_numpy(counts), seed=config.seed,
-        )  # fmt: skip
-        few = [batch.to(device) for batch in itertools.islice(sample.spread_out(), 16)]
-        scale = start.scale_last_norm(objective, few)
-        say(
-            f"the drafter starts by copying; its first state holds {held_share:.0%} of the row's own token, "
-            f"its last norm is {scale:g} times the target's"
-        )
+        if group.first:
+            sample = data.Dataset(store, survey, config.prompt_weight, columns_of(captured, aux_ids))
+            counts = survey.counts if draft_ids is None else survey.counts[draft_ids]
+            say(copy_into(objective, sample, torch.from_numpy(counts), config.seed))
+        group.send_weights(objective.model)
     rows = objective.loss_rows
     facts["loss_vocab_size"] = size if rows is None else len(rows)
     say(

@@ -44,6 +44,8 @@ _ANGLE = 1.0
 """Largest rotation over them, in radians, of the entries that match."""
 _SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12)
 """Of the last norm, tried in turn."""
+_FEWEST_ROWS = 256
+"""With fewer a start by copying would be made of noise."""
 _UNSEEN = 0.1
 """Added to the count of every token, so that tokens that training never saw can be copied too."""
 _TOKEN_RIDGE, _STATE_RIDGE, _HEAD_RIDGE = 1e-4, 1e-3, 16.0
@@ -90,7 +92,7 @@ class TokenSpace:
 @torch.no_grad()
 def start_from_copying(
     model: Eagle3Drafter, sample: Iterable[tuple[Tensor, Tensor]], counts: Tensor, *, seed: int = 0
-) -> float:
+) -> float | None:
     """Write the weights described above into a drafter whose tables are in place.
 
     Args:
@@ -101,7 +103,8 @@ def start_from_copying(
         seed: Of the random directions.
 
     Returns:
-        Share of the variance of the own token that the drafter's first state holds, 0 to 1.
+        Share of the variance of the own token that the drafter's first state holds, 0 to 1; None, and nothing
+        is changed, when the sample has too few rows.
     """
     config, layer = model.config, model.layers[0]
     size, device = config.hidden_size, model.fc.weight.device
@@ -120,6 +123,8 @@ def start_from_copying(
 
     # The fusion: the own token in the first entries, then the one before, random directions in the rest.
     documents = [(_before_fusion(model, aux.to(device)), ids.to(device)) for aux, ids in sample]
+    if sum(len(rows) for rows, _ in documents) < _FEWEST_ROWS:
+        return None
     states = torch.cat([rows for rows, _ in documents])
     ids = torch.cat([ids for _, ids in documents])
     del documents

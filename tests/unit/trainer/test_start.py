@@ -93,6 +93,19 @@ def test_an_untrained_drafter_copies_what_followed_before(tmp_path: Path, settin
     assert after[1] > 0.4, after
 
 
+@pytest.mark.parametrize("rows", [0, 8])
+def test_too_few_rows_leave_the_drafter_as_it_is(tmp_path: Path, rows: int) -> None:
+    model, embed = drafter(tmp_path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, rows)
+    sample = (
+        [(states_of(embed, tokens, rng), torch.from_numpy(np.stack((tokens, tokens), 1)))] if rows else []
+    )
+    assert start.start_from_copying(model, sample, torch.ones(VOCAB)) is None
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 def test_only_what_is_written_down_changes_and_a_seed_decides_it(tmp_path: Path) -> None:
     model, embed = drafter(tmp_path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
