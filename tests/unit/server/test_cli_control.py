@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import threading
@@ -159,8 +160,10 @@ def test_watch_on_a_terminal_draws_a_table_and_ends_with_ctrl_c(url, put_status)
     command = [sys.executable, "-m", "specdec_tap", "status", url, "--watch", "--interval", "0.05"]
     environment = os.environ | {"COLUMNS": "200", "TERM": "xterm"}
     process = subprocess.Popen(
-        command, stdin=process_end, stdout=process_end, stderr=process_end, env=environment
-    )
+        command, stdin=process_end, stdout=process_end, stderr=process_end, env=environment,
+        # A shell's background jobs ignore Ctrl-C, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     os.close(process_end)
     shown = b""
     try:
@@ -168,12 +171,15 @@ def test_watch_on_a_terminal_draws_a_table_and_ends_with_ctrl_c(url, put_status)
         while b"4,321" not in shown and time.monotonic() < until:
             shown += os.read(main_end, 4096)
     finally:
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
+        until = time.monotonic() + 20
         try:
-            while os.read(main_end, 4096):
+            while os.read(main_end, 4096) and time.monotonic() < until:
                 pass
         except OSError:
             pass  # the terminal closes with its last process
+        if process.poll() is None and time.monotonic() >= until:
+            process.kill()
         code = process.wait(10)
         os.close(main_end)
     assert b"4,321" in shown
