@@ -54,7 +54,7 @@ def counts(tap) -> dict[str, int]:
     return {k: v for k, v in out.items() if v and k != "hook_ns"}
 
 
-def wait(condition, timeout_s: float = 20.0) -> None:
+def wait(condition, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
