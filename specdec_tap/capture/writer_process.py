@@ -41,6 +41,8 @@ logger = logging.getLogger("specdec_tap.writer")
 STATUS_INTERVAL_S = 1.0
 RETENTION_INTERVAL_S = 5.0
 RETRY_INTERVAL_S = 2.0
+REPAIR_TIMEOUT_S = 10.0
+"""How long a writer that ends at once still seals what dead writers left."""
 MAX_ERRORS = 100
 """Messages that may fail (a bug) before the process gives up and is replaced."""
 MIN_INDEX_TOKENS = 1 << 16
@@ -352,10 +354,6 @@ def serve(channel: socket.socket, writer: Writer) -> None:
         writer.handle(message)
         writer.tick()
     writer.close()
-    last = writer.status(closed=True)
-    # A worker that replaces its weights waits for this, and must not wait for a store.
-    channel.close()
-    writer.finish_upload(last)
 
 
 def main(argv: list[str]) -> int:
@@ -375,9 +373,15 @@ def main(argv: list[str]) -> int:
         channel.send(json.dumps({"error": str(err)}).encode())
         return 1
     channel.send(b'{"error":null}')
-    threading.Thread(target=end_dead_streams, args=(writer.config.dir,), daemon=True).start()
+    repair = threading.Thread(target=end_dead_streams, args=(writer.config.dir,), daemon=True)
+    repair.start()
     try:
         serve(channel, writer)
+        repair.join(timeout=REPAIR_TIMEOUT_S)
+        last = writer.status(closed=True)
+        # A worker that replaces its weights waits for this, and must not wait for a store.
+        channel.close()
+        writer.finish_upload(last)
     except StreamGoneError as err:
         logger.error("%s; what this writer held is lost, a new one starts", err)
         return 1

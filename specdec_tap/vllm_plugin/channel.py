@@ -57,7 +57,7 @@ class WriterChannel:
         self._outbox: deque[tuple[Ticket | None, bytes]] = deque()
         self._sending = threading.RLock()
         self._wake = threading.Event()
-        self._closed = False
+        self._closed = self._finished = False
         self.lost = False
         self._ready: tuple[socket.socket, ShardHeader] | None = None
         self._socket, self.header = self._start(header)
@@ -101,15 +101,15 @@ class WriterChannel:
             self._socket.close()
             self._outbox.clear()
             self._socket, self.header = self._ready
-            self._ready = None
             self._ring.reset()
             self.lost = False
+            self._ready = None  # last: the helper starts a writer where one is lost and none is ready
         self._ring.worker.add("writer_restarts")
         return True
 
     def replace(self, header: ShardHeader) -> None:
         """Let the writer seal its stream and start another one; waits for both (not for the serving path)."""
-        with self._sending:  # all the time: to the helper, a writer that leaves looks like one that died
+        with self._sending:
             self.finish()
             self._outbox.clear()
             if self._ready is not None:  # started for the old header
@@ -117,7 +117,7 @@ class WriterChannel:
                 self._ready = None
             self._socket, self.header = self._start(header)
             self._ring.reset()
-            self.lost = False
+            self.lost = self._finished = False
 
     def finish(self) -> None:
         """Send everything, tell the writer that no more will come, wait until it has sealed and left."""
@@ -126,6 +126,7 @@ class WriterChannel:
             self.pump()
             time.sleep(0.001)
         with self._sending:
+            self._finished = True  # to the helper, a writer that leaves would look like one that died
             try:
                 self._socket.shutdown(socket.SHUT_WR)
                 self._socket.settimeout(max(deadline - time.monotonic(), 0.1))
@@ -164,7 +165,7 @@ class WriterChannel:
                 logger.exception("sending to the writer failed; it is tried again")
 
     def _peer_is_gone(self) -> bool:
-        if not self._sending.acquire(blocking=False):
+        if self._finished or not self._sending.acquire(blocking=False):
             return False
         try:
             return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
@@ -186,7 +187,7 @@ class WriterChannel:
             time.sleep(RESTART_INTERVAL_S)
             return
         with self._sending:
-            if header is self.header:
+            if self.lost and header is self.header:
                 self._ready = ready
             else:  # replaced meanwhile: this one would write under the old header
                 ready[0].close()
