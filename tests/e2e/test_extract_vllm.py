@@ -92,7 +92,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path, capsys) -> None:
         "--layers",
         "2,9",
         "--max-length",
-        "100",
+        "1000",
     ]
     assert main([*command, "--engine", '{"enforce_eager": true}']) == 2
     assert "aux_layer_ids [2, 9]: [9] outside 1 to 4" in capsys.readouterr().err
