@@ -27,6 +27,7 @@ from ._version import __version__
 from .config import TapConfig
 from .conversations import ChatTokenizer, TokenizedChat, read_chats
 from .errors import InputError, SpecdecTapError
+from .plan import default_aux_layer_ids
 from .serving import is_cpu_build
 from .shards.codec import encode_block
 from .shards.layout import Piece, RecordMeta, ShardHeader, Span, TargetInfo, check_stream_name
@@ -113,7 +114,7 @@ def extract_hf(
 
     target = load_target(model_dir)
     num_layers = target.num_hidden_layers
-    ids = tuple(sorted(set(layers or (2, num_layers // 2, num_layers - 3))))
+    ids = tuple(sorted(set(layers or default_aux_layer_ids(num_layers))))
     if not all(1 <= i <= num_layers for i in ids):
         raise InputError(f"--layers are {list(ids)}; expected ids from 1 to {num_layers}")
     given = (

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, InputError
+from .target import ModelSizes, language_model_config, norm_eps
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 
 
 @dataclass(frozen=True)
-class ConfigOnly:
+class ConfigOnly(ModelSizes):
     """What the trainer asks of a target, from its config; it has no tensors."""
 
     config: Mapping[str, Any]
@@ -29,21 +28,8 @@ class ConfigOnly:
     path: Path
 
     @property
-    def vocab_size(self) -> int:
-        return int(self.text_config["vocab_size"])
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.text_config["hidden_size"])
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return int(self.text_config["num_hidden_layers"])
-
-    @property
     def norm_eps(self) -> float:
-        found = (self.text_config.get(name) for name in _EPS)
-        return next((float(value) for value in found if isinstance(value, int | float)), 1e-6)
+        return norm_eps(self.text_config)
 
 
 def read_config(path: Path) -> ConfigOnly:
@@ -70,15 +56,7 @@ def read_config(path: Path) -> ConfigOnly:
         raise InputError(
             f"{str(file)!r} holds no model config; expected an object (a recipe's under 'model')"
         )
-    part = loaded
-    for name in _TEXT_PARTS:
-        if isinstance(part.get(name), dict):
-            part = part[name]
-    for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
-        value = part.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{str(file)!r}: {name} is {value!r}; expected a positive integer")
-    return ConfigOnly(loaded, part, path)
+    return ConfigOnly(loaded, language_model_config(loaded, file), path)
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:

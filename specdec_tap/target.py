@@ -22,7 +22,7 @@ import re
 import shutil
 import struct
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,27 @@ class TensorRef:
         return mapped[self.offset // dtype.itemsize :].view(self.shape)
 
 
+class ModelSizes:
+    """Sizes out of the ``text_config`` that a subclass has."""
+
+    __slots__ = ()
+    text_config: Mapping[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.text_config["vocab_size"])
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.text_config["hidden_size"])
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return int(self.text_config["num_hidden_layers"])
+
+
 @dataclass(frozen=True, slots=True)
-class Target:
+class Target(ModelSizes):
     """What a drafter needs to know of its target; tensors stay on disk until asked for."""
 
     path: Path
@@ -177,18 +196,6 @@ class Target:
     config_sha256: str
     files: tuple[Path, ...] = field(default=())
     """Tokenizer and generation files beside the config."""
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.text_config["vocab_size"])
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.text_config["hidden_size"])
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return int(self.text_config["num_hidden_layers"])
 
 
 def save_target(
@@ -431,7 +438,7 @@ def _open_checkpoint(path: Path, embed_key: str | None, head_key: str | None, no
         norm=norm,
         norm_bias=norm_bias,
         norm_kind=norm_kind(model_type, has_bias=norm_bias is not None),
-        norm_eps=_norm_eps(text),
+        norm_eps=norm_eps(text),
         logit_scale=_logit_scale(text, model_type),
         logit_softcap=float(softcap) if softcap else None,
         config_sha256=file_sha256(path / "config.json"),
@@ -483,6 +490,19 @@ def _read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not file.is_file():
         raise InputError(f"no config.json in {str(path)!r}; expected a Hugging Face model directory")
     config = _read_json(file)
+    return config, language_model_config(config, file)
+
+
+def language_model_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The part of a config that describes the language model, with its sizes under today's names.
+
+    Args:
+        config: A model's config.json; the same dict comes back for text-only models.
+        file: Where it was read, for the message.
+
+    Raises:
+        InputError: A size is missing or no positive integer.
+    """
     text = config
     for key in ("text_config", "llm_config", "language_config", "thinker_config", "text_config"):
         if isinstance(text.get(key), dict):
@@ -497,7 +517,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise InputError(f"{str(file)!r}: {key} is {value!r}; expected a positive integer")
         if key not in text:
             text = {**text, key: value}
-    return config, text
+    return text
 
 
 def _find(
@@ -578,7 +598,8 @@ def _quantized_message(what: str, name: str, path: Path) -> str:
     )
 
 
-def _norm_eps(text: dict[str, Any]) -> float:
+def norm_eps(text: Mapping[str, Any]) -> float:
+    """Epsilon of a language model's norms, whatever its config calls it."""
     for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"):
         if isinstance(text.get(key), int | float):
             return float(text[key])
