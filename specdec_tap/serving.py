@@ -336,7 +336,7 @@ class VllmServer:
         self.start()
         try:
             self.wait_until_ready()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: no server may be left behind
             self.stop()
             raise
         return self

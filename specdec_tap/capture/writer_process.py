@@ -152,7 +152,7 @@ class Writer:
         """Do what a message says; a bug in that costs what the message was about, not the process."""
         try:
             self._handle(message)
-        except Exception:
+        except Exception:  # whatever the bug is, what was stored before it must stay whole
             self._num_errors += 1
             logger.exception("a message of kind %d could not be handled", message[0])
             if self._num_errors >= MAX_ERRORS:

@@ -135,7 +135,7 @@ class ShardFile:
                         f"file is number {number} by its name and {self.header.shard} by its header; "
                         "it was renamed or copied, which breaks the addresses of its blocks"
                     )
-        except BaseException:
+        except BaseException:  # nobody else can close what was opened here
             self.close()
             raise
 

@@ -87,7 +87,7 @@ class ReferenceModel:
             import transformers
         except ImportError as err:
             raise InputError(
-                "--reference needs torch and transformers; pip install 'specdec-tap[train]'"
+                "a Hugging Face forward needs torch and transformers; pip install 'specdec-tap[train]'"
             ) from err
         if not model_dir.is_dir():
             raise InputError(

@@ -103,7 +103,7 @@ class ShardWriter:
                 self._seal_abandoned()
                 self._number = self._next_number()
                 self._open_journal()
-        except BaseException:
+        except BaseException:  # nobody else can let go of the lock
             os.close(self._lock_fd)
             raise
 
@@ -304,7 +304,7 @@ class ShardWriter:
             temporary.rename(self.path)
             _fsync_dir(self._dir)
             os.pwrite(self._lock_fd, b"%09d\n" % self._number, 0)
-        except BaseException:
+        except BaseException:  # nobody else can close the new journal
             os.close(fd)
             raise
         self._fd = fd
@@ -359,7 +359,7 @@ class ShardWriter:
     def _write_frame(self, parts: list[bytes]) -> None:
         try:
             _write_all(self._fd, parts, self._end)
-        except BaseException:
+        except BaseException:  # also Ctrl-C leaves half a frame
             self._torn = True
             with contextlib.suppress(OSError):
                 self._untear()
