@@ -191,20 +191,18 @@ def test_a_wrong_feedback_state_would_be_noticed(target_dir: Path, tmp_path: Pat
     assert agreement(model, results) == [1.0] * STEPS
 
 
-@pytest.mark.skipif(
-    "SPECDEC_TAP_TEST_MODEL" not in os.environ, reason="SPECDEC_TAP_TEST_MODEL names no checkpoint (SmolLM2)"
-)
+@pytest.mark.skipif("GOLDEN_MODEL" not in os.environ, reason="GOLDEN_MODEL names no checkpoint (SmolLM2)")
 def test_a_real_model_in_bfloat16_agrees(tmp_path: Path) -> None:
     """B61: at least 95 % of 50 prefixes at each of 3 steps; rounding decides near ties.
 
-    SPECDEC_TAP_TEST_DRAFTER may name a trained drafter; without it an untrained one is compared.
+    GOLDEN_DRAFTER may name a trained drafter; without it an untrained one is compared.
     """
     from specdec_trainer import build
     from specdec_trainer.config import TrainConfig
 
-    model_dir = Path(os.environ["SPECDEC_TAP_TEST_MODEL"])
+    model_dir = Path(os.environ["GOLDEN_MODEL"])
     target = load_target(model_dir)
-    drafter = Path(os.environ.get("SPECDEC_TAP_TEST_DRAFTER", tmp_path / "drafter"))
+    drafter = Path(os.environ.get("GOLDEN_DRAFTER", tmp_path / "drafter"))
     if not drafter.exists():
         layers = target.num_hidden_layers
         config = TrainConfig()
