@@ -27,6 +27,7 @@ def main(spec: dict) -> None:
     maps = load_file(spec["maps"])
     config = AutoConfig.from_pretrained(spec["target"])
     config.num_hidden_layers = 1
+    config.num_key_value_heads = spec.get("num_kv_heads", config.num_key_value_heads)
     model = Eagle3DraftModel.from_training_args(
         config, t2d=maps["t2d"], d2t=maps["d2t"], verifier_name_or_path=spec["target"],
         draft_vocab_size=len(maps["d2t"]), norm_before_residual=True, norm_before_fc=True, norm_output=True,

@@ -3,10 +3,11 @@ run.
 
 Prints one JSON line for each sequence length: ``tokens_per_s_ratio``, ``peak_memory_ratio``, ``accuracy`` and
 ``peer_accuracy`` (held-out, first draft token, after the same tokens). Same shape, norms, draft vocabulary,
-TTT steps, optimizer, learning rate, sequences and order, in several passes. Two things of this trainer are
-on as they are by default: the teacher's answers are kept from the first pass, and most chains whose token was
-wrong are not unrolled further (``--broken-keep 1`` unrolls all); ``first_pass_tokens_per_s_ratio`` is without
-the first of them.
+TTT steps, optimizers, sequences and order, in several passes; each with its own default learning rates,
+falling linearly, and its own start. Three things of this trainer are on as they are by default: a drafter
+starts by copying (``start_s`` seconds before the first step, in no rate; ``--init random`` goes without), the
+teacher's answers are kept from the first pass, and most chains whose token was wrong are not unrolled further
+(``--broken-keep 1`` unrolls all); ``first_pass_tokens_per_s_ratio`` is without the teacher's answers kept.
 
 The peer runs in a venv of its own::
 
@@ -18,6 +19,7 @@ The peer runs in a venv of its own::
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import resource
@@ -37,7 +39,7 @@ from specdec_trainer.export import export_drafter, load_drafter
 from specdec_trainer.loss import TeacherHead
 from specdec_trainer.objective import Eagle3Objective
 from specdec_trainer.optim import Optimizers, clip_gradients
-from specdec_trainer.run import keep_freed_memory
+from specdec_trainer.run import copy_into, keep_freed_memory, start_by_copying
 
 from specdec_tap.shards import open_shards
 from specdec_tap.target import load_target
@@ -54,6 +56,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="tokens trained at each length")
     parser.add_argument("--passes", type=int, default=4, help="over tokens / passes different ones")
     parser.add_argument("--broken-keep", type=float, default=TrainConfig().broken_keep)
+    parser.add_argument(
+        "--init", choices=["auto", "random"], default="auto", help="of this trainer's drafter"
+    )
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
     parser.add_argument("--ttt-steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -98,12 +103,16 @@ def compare(args: argparse.Namespace, length: int, folder: Path) -> dict[str, ob
         "packs": [str(p) for p in packs], "maps": str(folder / "maps.safetensors"),
         "ttt_steps": args.ttt_steps,
         "target": str(args.target or store.target_dir), "aux_layer_ids": list(store.header.aux_layer_ids),
+        "num_kv_heads": drafter_of(args, target, store, ids).num_kv_heads,
         "decay": 1.0, "lr": 1e-3, "adamw_lr": 1e-3, "threads": args.threads, "shards": str(args.shards),
         "length": length, "batches": kept, "draft_vocab_size": args.draft_vocab_size,
         "broken_keep": args.broken_keep, "save": str(folder / "peer"), "out": str(folder / "peer.json"),
     }  # fmt: skip
     (folder / "peer_spec.json").write_text(json.dumps(spec))
-    mine = {**spec, "save": str(folder / "ours"), "out": str(folder / "ours.json")}
+    mine = {
+        **spec, "lr": TrainConfig().lr, "adamw_lr": TrainConfig().adamw_lr, "init": args.init,
+        "save": str(folder / "ours"), "out": str(folder / "ours.json"),
+    }  # fmt: skip
     (folder / "ours_spec.json").write_text(json.dumps(mine))
     env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     worker = Path(__file__).with_name("_speculators_worker.py")
@@ -124,6 +133,8 @@ def compare(args: argparse.Namespace, length: int, folder: Path) -> dict[str, ob
         ),
         "passes": args.passes,
         "broken_keep": args.broken_keep,
+        "init": args.init,
+        "start_s": own["start_s"],
         "threads": args.threads,
         "peak_memory_bytes": own["peak_bytes"],
         "peer_peak_memory_bytes": peer["peak_bytes"],
@@ -137,6 +148,13 @@ def compare(args: argparse.Namespace, length: int, folder: Path) -> dict[str, ob
         out[prefix + "accuracy_by_draft_token"] = result.accuracy
         out[prefix + "simulated_acceptance_length"] = result.simulated_acceptance_length
     return out
+
+
+def drafter_of(args: argparse.Namespace, target, store, ids: np.ndarray) -> build.DraftConfig:
+    """What this trainer would train on these records; the peer's drafter gets the same sizes."""
+    return build.draft_config(
+        TrainConfig(init=args.init), target, tuple(store.header.aux_layer_ids), len(ids)
+    )
 
 
 def rate(result: dict, steps: int | None = None) -> float:
@@ -177,6 +195,7 @@ def ours(spec: dict) -> None:
         ttt_steps=spec["ttt_steps"], ttt_decay=spec["decay"], broken_keep=spec["broken_keep"], lr=spec["lr"],
         adamw_lr=spec["adamw_lr"], draft_vocab_size=spec["draft_vocab_size"], norm_before_residual=True,
         norm_before_fc=True, norm_output=True, optimizer="muon", loss_vocab_size=spec["draft_vocab_size"],
+        num_kv_heads=spec["num_kv_heads"], init=spec["init"],
     )  # fmt: skip
     ids = build.draft_vocabulary(config, target, survey.counts)
     draft = build.draft_config(config, target, tuple(spec["aux_layer_ids"]), len(ids))
@@ -186,6 +205,13 @@ def ours(spec: dict) -> None:
         adamw_weight_decay=0.01, momentum=0.95, ns_steps=5,
     )  # fmt: skip
     dataset = data.Dataset(store, survey, cache_bytes=config.teacher_cache)
+    started = time.perf_counter()
+    if start_by_copying(config, objective.model):
+        seen = [survey.stretches[i] for i in sorted({i for batch in spec["batches"] for i in batch})]
+        sample = data.Dataset(store, dataclasses.replace(survey, stretches=seen))
+        counts = torch.from_numpy(survey.counts[ids])
+        print(copy_into(objective, sample, counts, seed=0), file=sys.stderr)
+    start_s = time.perf_counter() - started
     generator = torch.Generator().manual_seed(0)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     objective.model.train()
@@ -208,6 +234,7 @@ def ours(spec: dict) -> None:
         "tokens": sum(rows),
         "peak_bytes": peak * 1024,
         "base_bytes": base * 1024,
+        "start_s": start_s,
     }
     export_drafter(objective.model, Path(spec["save"]), target=target)
     Path(spec["out"]).write_text(json.dumps(out))

@@ -62,6 +62,7 @@ WRITER_COUNTERS = (
     "controls_done",
     "shards_sealed",
     "retired_bytes",
+    "records_cut",  # sealed, but an old shard that held a part of them was removed since
 )
 WRITER_OUTCOMES = tuple(
     name for name in WRITER_COUNTERS if name == "requests_sealed" or name.startswith(("dropped_", "skipped_"))

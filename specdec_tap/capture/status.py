@@ -140,6 +140,7 @@ def counts(status: StreamStatus) -> dict[str, Any]:
         "raw_bytes": writer.get("raw_bytes", 0),
         "stored_bytes": writer.get("stored_bytes", 0),
         "retired_bytes": writer.get("retired_bytes", 0),
+        "num_records_cut": writer.get("records_cut", 0),
         "hook_s": worker.get("hook_ns", 0) / 1e9,
     }
     return out | derived(out)

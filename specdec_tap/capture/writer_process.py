@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,8 @@ class ShardSink:
         )
         self.last_error: str | None = None
         self._retry_at = 0.0
+        self._leaning: Counter[int] = Counter()
+        """Records of later shards by the oldest shard that they point into."""
 
     def put_block(self, position: int, aux: np.ndarray, final: np.ndarray | None, final_row: int) -> BlockRef:
         self._check()
@@ -85,6 +88,13 @@ class ShardSink:
         except (OSError, SpecdecTapError) as err:
             raise self._failed(err) from err
         self.last_error = None
+        oldest = min((piece.block.shard for piece in record.pieces), default=self.writer.shard)
+        if oldest < self.writer.shard:
+            self._leaning[oldest] += 1
+
+    def forget_shard(self, shard: int) -> None:
+        """A shard was removed: count the records that lost a part with it."""
+        self._ring.writer.add("records_cut", self._leaning.pop(shard, 0))
 
     def attempt(self, action: Callable[[], Any]) -> None:
         """Do something on the disk that no request waits for; a failure is noted."""
@@ -276,6 +286,7 @@ class Writer:
             self.ring.writer.add("retired_bytes", gone.num_bytes)
             if gone.stream == stream:
                 self.assembler.forget_shard(gone.shard)
+                self.sink.forget_shard(gone.shard)
 
     def status(self, closed: bool) -> dict[str, Any]:
         try:

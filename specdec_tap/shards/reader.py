@@ -588,6 +588,8 @@ class ShardStore:
         self.root = folder.root
         self._folder = folder
         self.skipped: list[Problem] = []
+        self.cut: set[str] = set()
+        """Ids of the records that iteration left out because an old shard with a part of them was removed."""
         self.follow = follow
         self._streams = streams
         self._only = only
@@ -656,12 +658,16 @@ class ShardStore:
         return Record(self, shard, ordinal, shard.record(ordinal))
 
     def __iter__(self) -> Iterator[Record]:
-        """Every record in order; a damaged one is skipped and added to ``skipped``."""
+        """Every whole record in order. A damaged one is left out and added to ``skipped``, one that lost a
+        part with a removed shard to ``cut``."""
         for number in range(self._length):
             try:
                 record = self[number]
             except ShardError as err:
                 self.skipped.append(Problem(err.path or self.root, str(err)))
+                continue
+            if record.removed_rows:
+                self.cut.add(record.id)
                 continue
             yield record
 

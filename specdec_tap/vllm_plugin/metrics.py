@@ -54,6 +54,11 @@ COUNTERS: tuple[tuple[str, str, Callable[[StreamStatus], float]], ...] = (
         lambda s: s.writer.get("retired_bytes", 0),
     ),
     (
+        "specdec_tap_records_cut",
+        "Records that are left out since an old shard that held a part of them was removed.",
+        lambda s: s.writer.get("records_cut", 0),
+    ),
+    (
         "specdec_tap_shards_sealed",
         "Shard files that were finished.",
         lambda s: s.writer.get("shards_sealed", 0),

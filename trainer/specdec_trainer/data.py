@@ -34,6 +34,7 @@ class Record(Protocol):
     num_rows: int
     gaps: list[tuple[int, int]]
     final_span: list[tuple[int, int]]
+    removed_rows: int
 
     def aux(self, start: int = 0, stop: int | None = None) -> np.ndarray: ...
     def final(self, start: int, stop: int) -> np.ndarray: ...
@@ -117,6 +118,9 @@ def survey(
         out.generated += int(generated.sum())
         if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
             out.skipped["outside the target's vocabulary"] += int(generated.sum())
+            continue
+        if record.removed_rows:
+            out.skipped["in records that lost a part with a removed shard"] += int(generated.sum())
             continue
         weight, _, reasons = row_weights(record, prompt_weight)
         out.skipped.update(reasons)

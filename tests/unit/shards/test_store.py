@@ -67,8 +67,8 @@ def test_listing_1000_shards_of_100_000_records_takes_less_than_2_s(tmp_path, mo
         assert time.perf_counter() - begun < 2.0
 
 
-def test_shards_removed_from_the_front_become_gaps_and_are_counted(tmp_path):
-    """Retention removes the oldest shards; a record whose prefix was stored there keeps the rest."""
+def test_records_that_lost_a_part_with_a_removed_shard_are_left_out_and_counted(tmp_path):
+    """Retention removes the oldest shards; by number, a record whose prefix was stored there has a gap."""
     header = make_header()
     writer = ShardWriter(tmp_path, header)
     meta, _, _ = write_request(writer, 65, 10)
@@ -86,6 +86,7 @@ def test_shards_removed_from_the_front_become_gaps_and_are_counted(tmp_path):
         assert record.gaps == [(0, 64)] and record.removed_rows == 64
         assert record.aux(64).shape == (30, 3, 16) and record.final_span == [(64, 94)]
         assert next(s for s in stitch([record])).gaps == [(0, 64)]
+        assert [r.id for r in store] == [store[0].id] and store.cut == {record.id}
     report = verify_shards(tmp_path)
     assert report.ok and report.counts["num_removed_rows"] == 64
     assert report.counts["warning blocks_removed"] == 1

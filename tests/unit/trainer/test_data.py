@@ -244,3 +244,13 @@ def test_centroids_are_remembered_while_they_fit() -> None:
     assert cached.centroid is not None
     apart = objective.loss(cached).total + objective.loss(dataset.load([3])).total
     torch.testing.assert_close(apart, loss)
+
+
+def test_records_that_lost_a_part_with_a_removed_shard_teach_nothing() -> None:
+    store = FakeStore([random_record(rng(), 4, 8), random_record(rng(), 4, 8)])
+    whole = data.survey(store, [0, 1], vocab_size=23, max_length=1000)
+    store[0].removed_rows = 4
+    rest = data.survey(store, [0, 1], vocab_size=23, max_length=1000)
+    assert {s.record for s in whole.stretches} == {0, 1} and {s.record for s in rest.stretches} == {1}
+    lost = int(data.generated_mask(store[0]).sum())
+    assert rest.skipped["in records that lost a part with a removed shard"] == lost > 0

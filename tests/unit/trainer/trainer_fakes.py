@@ -91,6 +91,7 @@ class FakeRecord:
         self.num_tokens = len(self.token_ids)
         self.num_rows = self.num_tokens - 1
         self.gaps = list(gaps)
+        self.removed_rows = 0
         if final_span is None:
             final_span = [(max(0, a - 1), b - 1) for a, b, k in spans if k == "response"]
         self.final_span = list(final_span)
