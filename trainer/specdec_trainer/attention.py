@@ -3,7 +3,7 @@
 At step k the query that continues row ``t`` sees the step-0 keys of its document up to row ``t`` (ordinary
 causal attention) and its own keys of steps 1..k, one each: the mask of EAGLE-3. No mask over the pack is
 ever built. Queries are worked off in chunks of one document each; the backward pass recomputes a chunk's
-probabilities.
+probabilities. On a GPU flex attention does the same in fewer kernels (``flex.py``).
 
 Shapes: n queries, r key rows (the pack), h query heads, g = h / kv heads, j own keys, d head size, e value
     size.
@@ -11,8 +11,9 @@ Shapes: n queries, r key rows (the pack), h query heads, g = h / kv heads, j own
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,10 @@ from torch import Tensor
 
 from . import tiles
 from .dtypes import wide
+from .kernels import flex_works
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 """Score entries held at once: 8 MB in float32, near a CPU's caches; 512 MB, so that a GPU is busy."""
@@ -60,10 +65,10 @@ class Chunk:
 
 
 class Layout:
-    """Which key rows each query may see; built once and shared by all layers and steps with these queries."""
+    """Which key rows each query may see; made once and shared by all layers and steps with these queries."""
 
     def __init__(self, rows: Tensor, starts: Tensor, *, heads: int, keys: int, like: Tensor) -> None:
-        """Cut queries into chunks.
+        """Take the queries; what a kernel needs of them is made when it asks.
 
         Args:
             rows: Ascending key row of each query, int64 ``[n]``: the last step-0 key that it sees.
@@ -72,16 +77,34 @@ class Layout:
             keys: Key rows of the pack.
             like: Of the device and dtype of the queries.
         """
-        few = tiles.compiles_shapes(like)
-        self.size = rows.shape[0]
-        self.chunks: list[Chunk] = []
+        self.rows, self.starts, self.heads, self.keys = rows, starts, heads, keys
+        self._few_shapes = tiles.compiles_shapes(like)
+
+    @functools.cached_property
+    def first_keys(self) -> Tensor:
+        """First key row of each query's document, int64 ``[n]``."""
+        starts = self.starts.to(self.rows.device)
+        return starts[torch.searchsorted(starts, self.rows, right=True) - 1]
+
+    @functools.cached_property
+    def block_mask(self) -> BlockMask:
+        """For flex attention."""
+        from .flex import make_block_mask
+
+        return make_block_mask(self.rows, self.first_keys, self.keys)
+
+    @functools.cached_property
+    def chunks(self) -> list[Chunk]:
+        """Queries cut into chunks of one document each."""
+        rows, keys, few = self.rows, self.keys, self._few_shapes
+        chunks: list[Chunk] = []
         rows_cpu = rows.cpu()
-        edges = [*torch.searchsorted(rows_cpu, starts.cpu()).tolist(), self.size]
-        for key_start, first, last in zip(starts.tolist(), edges, edges[1:], strict=False):
+        edges = [*torch.searchsorted(rows_cpu, self.starts.cpu()).tolist(), len(rows)]
+        for key_start, first, last in zip(self.starts.tolist(), edges, edges[1:], strict=False):
             at = first
             while at < last:
                 widest = int(rows_cpu[last - 1]) - key_start + 1
-                size = _chunk_rows(heads * widest, rows.device)
+                size = _chunk_rows(self.heads * widest, rows.device)
                 stop = min(last, at + (min(size, tiles.TILE) if few else size))
                 key_stop = int(rows_cpu[stop - 1]) + 1
                 padded, first_key = stop - at, key_start
@@ -92,8 +115,9 @@ class Layout:
                     key_stop = first_key + width
                 bounds = rows[at:stop, None].int()
                 bounds = F.pad(bounds, (0, 0, 0, padded - (stop - at)), value=key_start)
-                self.chunks.append(Chunk(at, stop, first_key, key_stop, key_start, bounds))
+                chunks.append(Chunk(at, stop, first_key, key_stop, key_start, bounds))
                 at = stop
+        return chunks
 
 
 def attend(
@@ -114,6 +138,18 @@ def attend(
     Returns:
         ``[n, h, e]`` in the dtype of ``q``.
     """
+    if q.is_cuda and flex_works(q.device, q.dtype, q.shape[1], values.shape[1], q.shape[2], values.shape[2]):
+        from .flex import attend_flex
+
+        return attend_flex(q, keys, values, own_keys, own_values, layout, scale)
+    return attend_in_chunks(q, keys, values, own_keys, own_values, layout, scale)
+
+
+def attend_in_chunks(
+    q: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor | None, own_values: Tensor | None,
+    layout: Layout, scale: float,
+) -> Tensor:  # fmt: skip
+    """``attend`` in plain matrix products, on any device."""
     return _Attend.apply(q, keys, values, own_keys, own_values, layout, scale)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from . import tiles
 from .dtypes import wide
+from .kernels import compiled, fused_softmax_works
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 """Logits held at once: 4 MB in bfloat16, which stays in a CPU's cache; 256 MB, which fills a GPU."""
@@ -192,6 +193,24 @@ def soft_cross_entropy(
     return total - weighted, log_z - overlap, correct
 
 
+def softmax_parts(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the loss needs of some rows' logits.
+
+    Args:
+        logits: ``[n, V]``.
+        target: Draft id that is compared ``[n]``, -1 for none.
+
+    Returns:
+        ``(softmax [n, V], logarithm of its normaliser [n], whether the target is the largest [n] bool)``.
+    """
+    top = logits.amax(-1)
+    reached = (logits.gather(1, target.clamp(min=0)[:, None])[:, 0] >= top) & (target >= 0)
+    p = torch.softmax(logits, -1)
+    # The largest probability gives the normaliser without a second pass over the logits.
+    dtype = wide(logits.dtype)
+    return p, top.to(dtype) - p.amax(-1).to(dtype).log(), reached
+
+
 _OVERLAP_ROWS = 2048
 """Rows that are held in float32 at once."""
 
@@ -244,16 +263,12 @@ class _WeightedLogSumExp(torch.autograd.Function):
             logits = part @ rows.T
             if scale != 1.0:
                 logits = logits * scale
-            top = logits.amax(-1)[:size]
-            target = best[at:stop]
-            reached = logits[:size].gather(1, target.clamp(min=0)[:, None])[:, 0] >= top
-            correct[at:stop] = reached & (target >= 0)
-            if grad_hidden is None and grad_head is None:
-                log_z[at:stop] = torch.logsumexp(logits[:size], -1)
-                continue
-            p = torch.softmax(logits, -1)
-            # The largest probability gives the normaliser without a second pass over the logits.
-            log_z[at:stop] = top.to(log_z.dtype) - p[:size].amax(-1).to(log_z.dtype).log()
+            target = tiles.pad_rows(best[at:stop], len(part))
+            parts = softmax_parts
+            if fused_softmax_works(logits.device, logits.dtype):
+                parts = compiled(softmax_parts)
+            p, rows_log_z, reached = parts(logits, target)
+            log_z[at:stop], correct[at:stop] = rows_log_z[:size], reached[:size]
             if grad_hidden is not None:
                 grad_hidden[at:stop] = torch.mm(p, rows)[:size]
             if grad_head is not None:
