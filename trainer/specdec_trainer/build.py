@@ -369,7 +369,7 @@ def build(
     all_ids = torch.arange(target.vocab_size) if ids is None else ids
     return Eagle3Objective(
         model, teacher_over(ids), steps=config.ttt_steps, decay=config.ttt_decay,
-        broken_keep=config.broken_keep, noise=config.noise, feature_weight=feature_weight,
+        broken_keep=config.broken_keep, noise=config.noise, feature_weight=feature_weight, form=config.loss,
         loss_rows=None if rows is None else rows.to(device),
         loss_teacher=None if rows is None else teacher_over(all_ids[rows]),
     )  # fmt: skip

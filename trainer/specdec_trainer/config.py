@@ -81,6 +81,10 @@ class TrainConfig:
     """Share of chains unrolled further after a wrong draft token, 0 to 1; a server never goes on there."""
     teacher_temperature: float = 0.7
     """Temperature of the target's distribution; below 1 sharpens it towards the greedy token."""
+    loss: Literal["ce", "tv", "lk", "ce+tv", "ce+lk"] = "ce"
+    """Distance to the target's distribution: cross-entropy (the gradient of KL), total variation, or minus
+    the logarithm of the overlap (lk); the last two are about the share of sampled draft tokens that a
+    server takes. A sum of two counts both."""
     hard_weight: float = 0.0
     """Share of the target's distribution replaced by its greedy token, 0 to 1."""
     feature_weight: float | None = None

@@ -193,6 +193,83 @@ def soft_cross_entropy(
     return total - weighted, log_z - overlap, correct
 
 
+def overlap_loss(
+    hidden: Tensor, head: Tensor, teacher: TeacherHead, final: Tensor, label: Tensor, best: Tensor,
+    weight: Tensor, form: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Weighted sum of a loss made of the overlap ``sum_v min(p_v, q_v)`` of draft and target.
+
+    The overlap is the probability that a sampled draft token is accepted (Leviathan et al. 2023,
+    arXiv:2211.17192). Unlike the cross-entropy it needs the target's whole distribution at every step.
+
+    Args:
+        hidden: Draft states before the head ``[n, H]``.
+        head: Draft head ``[V, H]``.
+        teacher: Over the same draft vocabulary.
+        final: Final states of the target ``[n, H]``.
+        label: Draft id that stands for the whole distribution where it is not -1 ``[n]`` int64.
+        best: Draft id of the target's greedy token ``[n]``, -1 for none.
+        weight: Of each row ``[n]`` float32; rows of weight 0 add nothing.
+        form: ``tv``: total variation, 1 - overlap; ``lk``: -log overlap.
+
+    Returns:
+        As ``soft_cross_entropy``.
+    """
+    return _Overlap.apply(hidden, head, teacher, final, label, best, weight, form)
+
+
+class _Overlap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, teacher: TeacherHead, final: Tensor, label: Tensor,
+        best: Tensor, weight: Tensor, form: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        rows = head.to(hidden.dtype)
+        dtype = wide(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_head = torch.zeros_like(head, dtype=wide(head.dtype)) if ctx.needs_input_grad[1] else None
+        losses = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+        correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+        step = chunk_rows(head.shape[0], hidden.device)
+        for at in range(0, len(hidden), step):
+            stop = min(len(hidden), at + step)
+            size = stop - at
+            part = tiles.pad_tail(hidden[at:stop])
+            p, _, reached = softmax_parts(part @ rows.T, tiles.pad_rows(best[at:stop], len(part)))
+            correct[at:stop] = reached[:size]
+            q = teacher.distribution(tiles.pad_tail(final[at:stop]))[:size]
+            alone = (label[at:stop] >= 0).nonzero()[:, 0]
+            q[alone] = 0.0
+            q[alone, label[at:stop][alone]] = 1.0
+            p = p[:size]
+            overlap = torch.minimum(p, q).sum(-1, dtype=dtype).clamp(min=1e-6)
+            losses[at:stop] = 1.0 - overlap if form == "tv" else -overlap.log()
+            if grad_hidden is None and grad_head is None:
+                continue
+            # d overlap / d p is 1 where p < q; through the softmax that is p * (1[p < q] - its mean under p).
+            below = torch.where(p < q, p, 0.0)
+            slope = below - p * below.sum(-1, keepdim=True, dtype=dtype).to(p.dtype)
+            factor = weight[at:stop].to(dtype) if form == "tv" else weight[at:stop] / overlap
+            slope = slope.mul_(-factor[:, None].to(p.dtype))
+            if grad_hidden is not None:
+                grad_hidden[at:stop] = torch.mm(tiles.pad_tail(slope), rows)[:size]
+            if grad_head is not None:
+                grad_head += slope.T @ hidden[at:stop]
+        ctx.save_for_backward(grad_hidden, grad_head)
+        ctx.head_dtype = head.dtype
+        ctx.mark_non_differentiable(losses, correct)
+        return (weight * losses).sum(), losses, correct
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+        if grad_head is not None:
+            grad_head = (grad_head * grad).to(ctx.head_dtype)
+        return grad_hidden, grad_head, None, None, None, None, None, None
+
+
 def softmax_parts(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What the loss needs of some rows' logits.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .batch import Batch
 from .drafter import Drafter
 from .dtypes import wide
-from .loss import TeacherHead, soft_cross_entropy
+from .loss import TeacherHead, overlap_loss, soft_cross_entropy
 
 
 @dataclass(slots=True)
@@ -46,6 +46,23 @@ class Matches:
     since a server takes one draft token with the probability that the target gives it."""
 
 
+@dataclass(slots=True)
+class Taught:
+    """What the supervised rows of a batch are compared with."""
+
+    teacher: TeacherHead
+    head: Tensor
+    """Rows of the drafter's head ``[V, H]``."""
+    centroid: Tensor
+    """``[N, H]``, see ``loss``."""
+    best: Tensor
+    """Row of the head that is the target's token ``[N]``; -1 where there is none."""
+    final: Tensor
+    """Final states of the target ``[N, H]``; zeros where they are not known."""
+    label: Tensor
+    """Row of the head that is all that is known of the target's distribution ``[N]``, else -1."""
+
+
 class Objective(Protocol):
     """A training algorithm, as the loop sees it."""
 
@@ -69,6 +86,7 @@ class Eagle3Objective:
         broken_keep: float = 1.0,
         noise: float = 0.0,
         feature_weight: float = 0.0,
+        form: str = "ce",
         loss_rows: Tensor | None = None,
         loss_teacher: TeacherHead | None = None,
     ) -> None:
@@ -83,25 +101,22 @@ class Eagle3Objective:
                 continues them; 1 is plain TTT.
             noise: Uniform noise on the aux states, as a share of their standard deviation.
             feature_weight: Weight of the distance between the drafter's state and the target's.
+            form: Of the loss: ``ce``, ``tv``, ``lk`` or a sum such as ``ce+lk``.
             loss_rows: Draft ids that the training loss is taken over ``[L]``; None for all. Only with a
-                frozen
-                head: its other rows are the target's and follow by themselves. Evaluation sees every row.
+                frozen head: its other rows are the target's and follow by themselves. Evaluation sees every
+                row.
             loss_teacher: Teacher over these rows.
         """
         self.model, self.teacher = model, teacher
         self.steps, self.decay = steps, decay
         self.broken_keep, self.noise = broken_keep, noise
         self.feature_weight = feature_weight
+        self.forms = form.split("+")
         self.loss_rows, self.loss_teacher = loss_rows, loss_teacher
         self._loss_head: Tensor | None = None
 
-    def teach(self, batch: Batch, *, training: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """What every supervised row is compared with.
-
-        Returns:
-            ``(head [V, H], centroid [N, H], best row of the head [N])``; -1 where the head has no row for the
-            target's token. In training the head may be a part of the drafter's.
-        """
+    def teach(self, batch: Batch, *, training: bool) -> Taught:
+        """What every supervised row is compared with. In training the head may be a part of the drafter's."""
         teacher, head = self.teacher, self.model.lm_head.weight
         if training and self.loss_rows is not None:
             if self._loss_head is None:
@@ -114,13 +129,35 @@ class Eagle3Objective:
         batch.notes["greedy"] = greedy
         if not head.requires_grad:
             batch.notes["centroid"] = said.centroid
+        taught = Taught(teacher, head, said.centroid, said.best, final, torch.full_like(said.best, -1))
         if len(batch.taught) == batch.num_supervised:
-            return head, said.centroid, said.best
+            return taught
         # Rows without a teacher learn their token itself.
-        best = teacher.to_draft[batch.labels]
-        best[batch.taught] = said.best
-        centroid = head[best.clamp(min=0)].to(said.centroid.dtype)
-        return head, centroid.index_copy(0, batch.taught, said.centroid), best
+        labels = teacher.to_draft[batch.labels]
+        taught.best = labels.index_copy(0, batch.taught, said.best)
+        taught.label = labels.index_copy(0, batch.taught, taught.label)
+        centroid = head[labels.clamp(min=0)].to(said.centroid.dtype)
+        taught.centroid = centroid.index_copy(0, batch.taught, said.centroid)
+        taught.final = final.new_zeros(batch.num_supervised, final.shape[1])
+        taught.final[batch.taught] = final
+        return taught
+
+    def compare(
+        self, taught: Taught, hidden: Tensor, source: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss of some drafted states ``[n, H]`` against the teacher's rows ``source``; see ``loss``."""
+        best, parts = taught.best[source], []
+        for form in self.forms:
+            if form == "ce":
+                parts.append(soft_cross_entropy(hidden, taught.head, taught.centroid[source], best, weight))
+            else:
+                parts.append(
+                    overlap_loss(
+                        hidden, taught.head, taught.teacher, taught.final[source], taught.label[source], best,
+                        weight, form,
+                    )
+                )  # fmt: skip
+        return sum(p[0] for p in parts), sum(p[1] for p in parts), parts[0][2]
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Sums:
         """Loss of one batch with its gradient graph."""
@@ -150,7 +187,7 @@ class Eagle3Objective:
         model = self.model
         if self.noise and model.training:
             batch = _with_noise(batch, self.noise, generator)
-        head, centroid, best = self.teach(batch, training=tables is None)
+        taught = self.teach(batch, training=tables is None)
         dtype = wide(model.compute_dtype)
         total = torch.zeros((), device=device, dtype=dtype)
         sums = [torch.zeros(steps, device=device, dtype=dtype) for _ in range(4)]
@@ -162,10 +199,9 @@ class Eagle3Objective:
             except StopIteration:
                 break
             k, source = step.index, step.teacher_rows
-            target = best[source]
-            known = target >= 0
+            known = taught.best[source] >= 0
             weight = batch.weight[source] * known * self.decay**k
-            part, rows_loss, correct = soft_cross_entropy(step.hidden, head, centroid[source], target, weight)
+            part, rows_loss, correct = self.compare(taught, step.hidden, source, weight)
             total = total + part
             if self.feature_weight and model.training and len(batch.taught) == batch.num_supervised:
                 away = model.feature_loss(step.hidden, batch.final[source])

@@ -54,6 +54,35 @@ def test_soft_cross_entropy_equals_torch(options: dict) -> None:
     assert torch.equal(correct, best == greedy)
 
 
+@pytest.mark.parametrize("form", ["tv", "lk"])
+def test_overlap_losses_equal_torch(form: str) -> None:
+    """Rows with the target's whole distribution, rows with its token alone, a row that has no token here."""
+    final, target_head, hidden = rand(9, 6, seed=1), rand(17, 6, seed=2), rand(9, 6, seed=3).requires_grad_()
+    ids = torch.tensor([0, 2, 3, 7, 11, 16])
+    head = rand(6, 6, seed=4).requires_grad_()
+    weight = torch.tensor([1, 0.3, 0, 1, 2, 1, 1, 0.5, 1], dtype=torch.float64)
+    label = torch.tensor([-1, 2, -1, -1, 0, -1, -1, 5, -1])
+    best = torch.tensor([3, 2, 1, -1, 0, 4, 1, 5, 2])
+    teacher = TeacherHead(target_head, ids, temperature=0.6)
+    total, rows, correct = loss.overlap_loss(hidden, head, teacher, final, label, best, weight, form)
+    total.backward()
+
+    q = torch.softmax(final @ target_head[ids].T / 0.6, -1)
+    for i in (1, 4, 7):
+        q[i] = F.one_hot(label[i], 6)
+    plain_hidden = hidden.detach().clone().requires_grad_()
+    plain_head = head.detach().clone().requires_grad_()
+    logits = plain_hidden @ plain_head.T
+    overlap = torch.minimum(torch.softmax(logits, -1), q).sum(-1)
+    losses = 1 - overlap if form == "tv" else -overlap.log()
+    (losses * weight).sum().backward()
+    torch.testing.assert_close(total, (losses * weight).sum())
+    torch.testing.assert_close(rows, losses.detach())
+    torch.testing.assert_close(hidden.grad, plain_hidden.grad)
+    torch.testing.assert_close(head.grad, plain_head.grad)
+    assert torch.equal(correct, logits.argmax(-1) == best)
+
+
 def test_chunks_give_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """B86."""
     results = []

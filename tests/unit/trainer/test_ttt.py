@@ -240,3 +240,19 @@ def test_sampled_acceptance_counts_the_tokens_that_the_traffic_has() -> None:
     result = evaluate(objective, [pack([document])], steps=steps, draft_tokens=1)
     assert result.sampled_acceptance_length > 1.9
     assert result.simulated_acceptance_length < result.sampled_acceptance_length
+
+
+@pytest.mark.parametrize("form", ["tv", "lk"])
+def test_forms_of_the_loss_add_up_and_follow_the_same_chains(form: str) -> None:
+    """Documents with rows that have a label only; each form alone and both together."""
+    documents = packed_documents(np.random.default_rng(1))
+    totals, grads = {}, {}
+    for name in ("ce", form, f"ce+{form}"):
+        parts = make_parts(draft_vocab_size=11)
+        parts.model.train()
+        sums = Eagle3Objective(parts.model, parts.teacher, steps=3, form=name).loss(pack(documents))
+        sums.total.backward()
+        totals[name], grads[name] = sums.total.detach(), parts.model.fc.weight.grad
+    torch.testing.assert_close(totals[f"ce+{form}"], totals["ce"] + totals[form])
+    torch.testing.assert_close(grads[f"ce+{form}"], grads["ce"] + grads[form])
+    assert float(grads[form].abs().max()) > 0
