@@ -87,8 +87,6 @@ def refuse(config: TapConfig, reason: str) -> None:
 def why_not(vllm_config: Any, runner: str) -> str | None:
     """Return why this engine cannot be tapped, or None."""
     import vllm
-    from vllm.model_executor.model_loader.utils import get_model_architecture
-    from vllm.model_executor.models.interfaces import supports_eagle3
 
     if problem := version_problem(vllm.__version__):
         return problem
@@ -112,6 +110,9 @@ def why_not(vllm_config: Any, runner: str) -> str | None:
     speculative = vllm_config.speculative_config
     if speculative is not None and getattr(speculative, "method", None) == "extract_hidden_states":
         return "--speculative-config uses extract_hidden_states, which the tap replaces; remove it"
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
     model_class, name = get_model_architecture(model_config)
     if not supports_eagle3(model_class):
         return (

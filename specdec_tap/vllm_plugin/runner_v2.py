@@ -40,23 +40,45 @@ def _wrap_load_model(original: Any) -> Any:
         plan = plan_of(self)
         if plan is None or plan.attached:
             return result
-        from .attach import attach
+        from .attach import attach, refuse
 
+        if self.use_pp and not _relays_aux_states(self.model):
+            refuse(
+                plan.config,
+                f"{type(self.model).__name__} does not relay aux hidden states between pipeline stages, and "
+                f"pipeline_parallel_size is {self.parallel_config.pipeline_parallel_size}; use tensor "
+                "parallelism to capture",
+            )
+            return result
         attach(plan, self.model, self)
         if plan.attached and self.use_pp:
-            from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
-
-            eagle3_utils.verify_supports_aux_hidden_states_over_pp(self.model, "specdec-tap")
-            eagle3_utils.reserve_aux_intermediate_tensor_slots(self.model)
-            self.pp_handler.configure_aux_hidden_state_relay(self.model)
-            if not self.is_first_pp_rank:  # load_model made them without room for aux states
-                self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
-                    batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
-                )
+            _relay_aux_states(self)
         self.use_aux_hidden_state_outputs = plan.attached or plan.own_flag
         return result
 
     return load_model
+
+
+def _relays_aux_states(model: Any) -> bool:
+    from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
+
+    try:
+        eagle3_utils.verify_supports_aux_hidden_states_over_pp(model, "capture")
+    except ValueError:
+        return False
+    return True
+
+
+def _relay_aux_states(self: Any) -> None:
+    """Make the pipeline stages hand on aux states, as ``load_model`` does for a drafter of the server."""
+    from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
+
+    eagle3_utils.reserve_aux_intermediate_tensor_slots(self.model)
+    self.pp_handler.configure_aux_hidden_state_relay(self.model)
+    if not self.is_first_pp_rank:  # load_model made them without room for aux states
+        self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+            batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+        )
 
 
 def _wrap_execute(original: Any) -> Any:

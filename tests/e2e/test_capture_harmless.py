@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from helpers import tiny
+from helpers.engine import runner_env
 from helpers.oracle import max_error
 
 from specdec_tap import open_shards
@@ -91,19 +92,30 @@ def model(tmp_path_factory) -> Path:
     return tiny.make_llama(tmp_path_factory.mktemp("model") / "llama", dtype="float32")
 
 
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def runner(request) -> str:
+    """vLLM's model runner; every server says that it runs this one."""
+    return request.param
+
+
 @contextlib.contextmanager
-def serve(model: Path, folder: Path, **env: str) -> Iterator[Served]:
-    shards = Path(env.setdefault("SPECDEC_TAP_DIR", str(folder / "shards")))
-    env = {"SPECDEC_TAP_MIN_FREE_BYTES": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(FAULTS), **env}
+def serve(model: Path, folder: Path, runner: str, **env: str) -> Iterator[Served]:
+    shards = folder / "shards"
+    env = {
+        "SPECDEC_TAP_DIR": str(shards), "SPECDEC_TAP_MIN_FREE_BYTES": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+        **runner_env(runner, FAULTS), **env,
+    }  # fmt: skip
     server = VllmServer(str(model), log_path=folder / "log.txt", arguments=ARGUMENTS, env=env)
     with server:
-        yield Served(server, shards)
+        one = Served(server, shards)
+        assert one.status()["engine"]["runner"] == runner
+        yield one
 
 
 @pytest.fixture(scope="module")
-def served(model, tmp_path_factory) -> Iterator[Served]:
+def served(model, runner, tmp_path_factory) -> Iterator[Served]:
     """A server with a ring of 2 MB, half of which a prompt of 900 tokens takes; tests leave it well."""
-    with serve(model, tmp_path_factory.mktemp("served"), SPECDEC_TAP_RING_BYTES="2MB") as one:
+    with serve(model, tmp_path_factory.mktemp("served"), runner, SPECDEC_TAP_RING_BYTES="2MB") as one:
         yield one
 
 
@@ -304,8 +316,8 @@ def test_a_tap_that_keeps_failing_goes_off_and_the_server_serves_on(served):
 
 
 @pytest.mark.matrix
-def test_killing_the_worker_seals_what_the_writer_had(model, tmp_path):
-    with serve(model, tmp_path) as one:
+def test_killing_the_worker_seals_what_the_writer_had(model, runner, tmp_path):
+    with serve(model, tmp_path, runner) as one:
         one.ask()
         before = one.settled()
         stream = one.client.completions.create(
@@ -332,8 +344,8 @@ def test_killing_the_worker_seals_what_the_writer_had(model, tmp_path):
 
 
 @pytest.mark.matrix
-def test_a_stopped_server_seals_everything_it_answered(model, tmp_path):
-    with serve(model, tmp_path, SPECDEC_TAP_SAMPLE_RATE="0.5") as one:
+def test_a_stopped_server_seals_everything_it_answered(model, runner, tmp_path):
+    with serve(model, tmp_path, runner, SPECDEC_TAP_SAMPLE_RATE="0.5") as one:
         for i in range(30):
             one.ask(f"{i} {PROMPT}")
     wait(lambda: not list(one.shards.glob("*/*.open")))

@@ -1,4 +1,7 @@
-"""What cannot be captured is refused at the start, by name, before weights are loaded and the port opens."""
+"""What cannot be captured is refused at the start, by name, before weights are loaded and the port opens.
+
+Pipeline parallelism is in ``test_capture_modes.py``: it takes several processes.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers import tiny
+from helpers.engine import runner_env
+from helpers.oracle import wait_until_closed
 
+from specdec_tap import open_shards
 from specdec_tap.errors import InputError
 from specdec_tap.serving import VllmServer
 
@@ -37,10 +44,10 @@ def make_foreign(folder: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """Try every engine in one process; a mapping of name to what happened."""
-    root = tmp_path_factory.mktemp("refusals")
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def refused(request, tmp_path_factory) -> dict[str, Any]:
+    """Try every engine of one runner in one process; a mapping of name to what happened."""
+    root = tmp_path_factory.mktemp(f"refusals-{request.param}")
     llama = tiny.make_llama(root / "llama", dtype="float32")
     (root / "file").write_text("")
     taken = root / "taken" / "target"
@@ -53,7 +60,19 @@ def refused(tmp_path_factory) -> dict[str, dict[str, Any]]:
         return {"name": name, "model": str(model), "llm": LLM | llm, "tap": settings, "phases": phases}
 
     gpt2 = make_foreign(root / "gpt2", "gpt2")
+    extract = {
+        "speculative_config": {
+            "method": "extract_hidden_states", "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 4]}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(root / "extracted")},
+        },
+    }  # fmt: skip
     jobs = [
+        job("nothing wrong", serve=True),
+        job("extract_hidden_states", **extract),
         job("gpt2", gpt2),
         job("opt", make_foreign(root / "opt", "opt")),
         job("pooling", runner="pooling", convert="embed"),
@@ -67,7 +86,7 @@ def refused(tmp_path_factory) -> dict[str, dict[str, Any]]:
         job("not strict", gpt2, tap={"strict": False}, serve=True),
     ]
     (root / "jobs.json").write_text(json.dumps(jobs))
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **runner_env(request.param)}
     command = [sys.executable, str(JOBS), str(root / "jobs.json"), str(root / "out.json")]
     with (root / "log.txt").open("w") as log:
         done = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=600)
@@ -75,6 +94,9 @@ def refused(tmp_path_factory) -> dict[str, dict[str, Any]]:
     results = json.loads((root / "out.json").read_text())
     results["log"] = (root / "log.txt").read_text()
     results["root"] = root
+    wait_until_closed(root / "shards" / "nothing wrong")
+    header = open_shards(root / "shards" / "nothing wrong").header
+    assert header.engine["runner"] == request.param
     return results
 
 
@@ -90,6 +112,7 @@ def refused(tmp_path_factory) -> dict[str, dict[str, Any]]:
         ("another target", ["which holds shards of another target", "choose another folder for this model"]),
         ("unknown setting", ["SPECDEC_TAP_SAMPLERATE", "did you mean SPECDEC_TAP_SAMPLE_RATE?"]),
         ("fast prefill", ["--kv-sharing-fast-prefill skips layers for prompt tokens"]),
+        ("extract_hidden_states", ["uses extract_hidden_states, which the tap replaces; remove it"]),
         ("ring too small", ["ring_bytes is 65,536 but one step of"]),
     ],
 )
@@ -98,6 +121,28 @@ def test_what_cannot_be_captured_is_refused_by_name(refused, name, parts):
     for part in parts:
         assert part in error
     assert not list((refused["root"] / "shards" / name).glob("*/*.open"))
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "reason"),
+    [
+        ("model_config", "is_encoder_decoder", True, "the model is an encoder-decoder"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size is 2"),
+        ("parallel_config", "decode_context_parallel_size", 4, "decode_context_parallel_size is 4"),
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size is 2 on the V1 runner"),
+    ],
+)
+def test_what_no_cpu_engine_can_be_asked_for_is_refused_by_name(part, name, value, reason):
+    from specdec_tap.vllm_plugin.attach import why_not
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(runner_type="generate", is_encoder_decoder=False),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        speculative_config=None,
+    )
+    setattr(getattr(config, part), name, value)
+    assert reason in why_not(config, "v1")
 
 
 def test_unless_strict_the_server_serves_without_capture_and_says_so(refused):

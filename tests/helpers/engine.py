@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,27 @@ class Answer:
         return 1 + (accepted or 0) / self.metrics["vllm:spec_decode_num_drafts"]
 
 
+def runner_env(runner: str, *folders: Path) -> dict[str, str]:
+    """Environment variables that make vLLM use one of its model runners on a CPU.
+
+    Triton's kernels are interpreted, which is slow, for the V2 runner, and in vLLM 0.30 for V1 too: its
+    rejection sampler is such a kernel.
+
+    Args:
+        runner: ``v1`` or ``v2``.
+        folders: More folders for ``PYTHONPATH``.
+    """
+    env = {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
+    if runner == "v2" or version("vllm").startswith("0.30."):
+        env["TRITON_INTERPRET"] = "1"
+        folders = (*folders, TESTS / "helpers" / "triton_cpu")
+    else:
+        env["TRITON_BACKENDS_IN_TREE"] = "1"
+    before = os.environ.get("PYTHONPATH")
+    env["PYTHONPATH"] = os.pathsep.join([*map(str, folders), *([before] if before else [])])
+    return env
+
+
 def run_engines(
     jobs: Sequence[Job], *, runner: str = "v1", env: Mapping[str, str] | None = None
 ) -> list[Answer]:
@@ -92,15 +114,9 @@ def run_engines(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0",
-        "PYTHONPATH": str(TESTS),
+        **runner_env(runner, TESTS),
+        **(env or {}),
     }
-    if runner == "v2":
-        variables["TRITON_INTERPRET"] = "1"
-        variables["PYTHONPATH"] += os.pathsep + str(TESTS / "helpers" / "triton_cpu")
-    else:
-        variables["TRITON_BACKENDS_IN_TREE"] = "1"
-    variables |= env or {}
     with tempfile.TemporaryDirectory(prefix="specdec-tap-engine-") as folder:
         job_file, out_file = Path(folder) / "jobs.json", Path(folder) / "answers.jsonl"
         job_file.write_text(json.dumps([asdict(job) for job in jobs], default=_plain))

@@ -5,12 +5,14 @@ of ``LLM``), ``tap`` (settings of the tap; null: no tap) and ``phases``. A phase
 ``params`` (one object for all, or one each), perhaps also ``lora`` (name, number, folder), ``priority`` (one
 number each), ``embeds`` (lengths of prompts that are embeddings) and, done before the prompts,
 ``reset_prefix_cache`` or ``rpcs`` (calls to the workers: name and arguments). With ``after`` the prompts are
-the previous phase's prompts and answers, each with these tokens behind. The environment picks the runner. An
-engine that cannot be made gives ``error``.
+the previous phase's prompts and answers, each with these tokens behind. With ``async`` the engine schedules
+asynchronously, which vLLM's CPU platform would turn off. The environment picks the runner. An engine that
+cannot be made gives ``error``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -18,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines come and go in one process
 
@@ -33,7 +36,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     for name, value in (job["tap"] or {}).items():
         os.environ[f"SPECDEC_TAP_{name.upper()}"] = value if isinstance(value, str) else json.dumps(value)
     try:
-        llm = LLM(job["model"], skip_tokenizer_init=True, disable_log_stats=False, **job["llm"])
+        with asynchronous() if job.get("async") else contextlib.nullcontext():
+            llm = LLM(job["model"], skip_tokenizer_init=True, disable_log_stats=False, **job["llm"])
     except Exception as err:  # what a refusal says is what the test wants to know
         cleanup_dist_env_and_memory()
         return {"error": f"{type(err).__name__}: {err}", "rss_bytes": rss_bytes()}
@@ -88,6 +92,20 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     cleanup_dist_env_and_memory()
     return result
+
+
+def asynchronous() -> Any:
+    """Let an engine that is made meanwhile schedule its next step before the last one's tokens are known."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    check = platform.check_and_update_config
+
+    def keep_asynchronous(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    return mock.patch.object(platform, "check_and_update_config", staticmethod(keep_asynchronous))
 
 
 def rss_bytes() -> int:

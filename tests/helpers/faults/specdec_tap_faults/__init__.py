@@ -15,7 +15,7 @@ FAULTS: dict[str, int] = {}
 def register() -> None:
     """Wrap the parts; each is called inside a hook."""
     from specdec_tap.capture.ring import Ring
-    from specdec_tap.vllm_plugin import runner_v1
+    from specdec_tap.vllm_plugin import runner_v1, runner_v2
     from specdec_tap.vllm_plugin.channel import WriterChannel
     from specdec_tap.vllm_plugin.staging import CpuStager
     from specdec_tap.vllm_plugin.tap import Tap
@@ -28,7 +28,8 @@ def register() -> None:
     WriterChannel.post = failing("post", WriterChannel.post)
     WriterChannel.pump = failing("pump", WriterChannel.pump)
     Ring.allocate = failing("allocate", Ring.allocate)
-    runner_v1._step = failing("step", runner_v1._step)
+    for runner in (runner_v1, runner_v2):
+        runner._step = failing("step", runner._step)
     Tap.on_schedule = asking(Tap.on_schedule)
 
 
