@@ -8,6 +8,7 @@ rank without a file on this host, is a call into the workers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -45,10 +46,11 @@ class TapEndpoints:
 
     def __init__(self) -> None:
         self._backend: EngineBackend | None = None
+        self._add_shortcut = lambda: None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes and the metrics; the engine comes later, with :meth:`init_state`."""
-        from specdec_server.control import control_router
+        from specdec_server.control import Shortcut, StatusEndpoint, control_router
         from specdec_server.security import Gate
 
         additional = getattr(app.state.args, "additional_config", None)
@@ -56,7 +58,10 @@ class TapEndpoints:
         self._backend = EngineBackend(config)
         token = None if config is None else config.admin_token
         gate = Gate(token, public_read=config is not None and config.public_status)
-        app.include_router(control_router(self._backend, gate, logger=logger))
+        reader = StatusEndpoint(self._backend, gate)
+        app.include_router(control_router(self._backend, gate, reader=reader, logger=logger))
+        # Later: what is added last is asked first, and vLLM adds its middleware after this.
+        self._add_shortcut = lambda: app.add_middleware(Shortcut, reader=reader)
         if config is not None:
             self._expose_metrics(app)
         if token is None:
@@ -68,6 +73,8 @@ class TapEndpoints:
         """Take the engine."""
         assert self._backend is not None, "vLLM attaches the routes first"
         self._backend.engine = engine_client
+        with contextlib.suppress(RuntimeError):  # the application runs already: the route answers instead
+            self._add_shortcut()
 
     def _expose_metrics(self, app: FastAPI) -> None:
         from . import metrics

@@ -165,6 +165,13 @@ def test_without_a_configured_token_vllms_own_application_refuses_everything(tmp
         assert "SPECDEC_TAP_ADMIN_TOKEN" in answer.json()["hint"]
 
 
+def test_status_is_answered_before_vllms_own_middleware(tapped):
+    """It counts every request that passes it; many readers of the status do not."""
+    tapped.status()
+    counted = [line for line in tapped.anyone.get("/metrics").text.splitlines() if "handler=" in line]
+    assert counted and not [line for line in counted if "/specdec_tap/status" in line]
+
+
 def test_another_origin_gets_no_cors_headers(tapped):
     headers = {"Origin": "https://elsewhere.example", "Access-Control-Request-Headers": "authorization"}
     answer = tapped.admin.get("/specdec_tap/status", headers=headers)

@@ -6,6 +6,7 @@ are never padded and never cut to fit a pack; only one longer than ``max_length`
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import queue
 import threading
@@ -364,7 +365,23 @@ class Dataset:
     """Room left for centroids."""
 
     def load(self, indices: Sequence[int]) -> Batch:
-        """Read and pack some documents of the survey; a damaged one is left out and counted."""
+        """Read and pack some documents of the survey; a damaged one is left out and counted.
+
+        Where all are damaged another one takes their place: with several processes each must have a batch.
+
+        Raises:
+            InputError: No document of the survey can be read.
+        """
+        try:
+            return self._exactly(indices)
+        except InputError:
+            count = len(self.survey.stretches)
+            for number in range(indices[-1] + 1, indices[-1] + count):
+                with contextlib.suppress(InputError):
+                    return self._exactly([number % count])
+            raise
+
+    def _exactly(self, indices: Sequence[int]) -> Batch:
         return self.read([self.survey.stretches[i] for i in indices], indices)
 
     def read(self, stretches: Sequence[Stretch], keys: Sequence[int] = ()) -> Batch:
@@ -410,7 +427,7 @@ class Dataset:
         found, error = False, None
         for i in np.random.default_rng(0).permutation(len(self.survey.stretches)).tolist():
             try:
-                batch = self.load([i])
+                batch = self._exactly([i])
             except InputError as err:
                 error = err
                 continue

@@ -16,7 +16,7 @@ import specdec_server.routes.session
 import uvicorn
 from fastapi import FastAPI
 from helpers.serverkit import write_run
-from specdec_server.control import ACTIONS, Fresh, control_router
+from specdec_server.control import ACTIONS, Fresh, Shortcut, StatusEndpoint, control_router
 from specdec_server.errors import ApiError
 from specdec_server.events import Broadcast, encode_event
 from specdec_server.history import History
@@ -500,6 +500,33 @@ def test_errors_keep_their_shape_inside_a_foreign_application():
     app.include_router(control_router(tap, Gate(None, public_read=True)))
     answer = TestClient(app, raise_server_exceptions=False).get("/specdec_tap/status")
     assert (answer.status_code, answer.json()["code"]) == (500, "internal")
+
+
+def test_a_shortcut_answers_status_alone_and_as_the_route_does():
+    tap, passed = Tap(), []
+    app = FastAPI()
+    gate = Gate(TOKEN, public_read=False)
+    reader = StatusEndpoint(tap, gate)
+    app.include_router(control_router(tap, gate, reader=reader))
+
+    @app.middleware("http")
+    async def theirs(request: Request, call_next):
+        passed.append(f"{request.method} {request.url.path}")
+        return await call_next(request)
+
+    route = TestClient(app)
+    by_route = [route.get("/specdec_tap/status", headers=h) for h in ({}, AUTH)]
+    assert passed == ["GET /specdec_tap/status"] * 2
+    client = TestClient(Shortcut(app, reader))
+    passed.clear()
+    for headers, want in zip(({}, AUTH), by_route, strict=True):
+        got = client.get("/specdec_tap/status", headers=headers)
+        assert (got.status_code, got.content, got.headers) == (want.status_code, want.content, want.headers)
+    assert [a.status_code for a in by_route] == [401, 200] and passed == []
+    assert client.post("/specdec_tap/status", headers=AUTH).status_code == 405
+    assert client.post("/specdec_tap/pause", headers=AUTH).status_code == 200
+    assert client.get("/specdec_tap/status", headers=AUTH).json()["state"] == "paused"
+    assert passed == ["POST /specdec_tap/status", "POST /specdec_tap/pause"]
 
 
 # ---- the client and the proxy, over a real socket

@@ -123,6 +123,9 @@ def test_states_that_are_not_finite_name_the_record() -> None:
     dataset = data.Dataset(store, survey)
     assert dataset.load([0, 1]).record_ids == ("s/1/0",)
     assert sum(dataset.bad_records.values()) == 1
+    assert dataset.load([1]).record_ids == ("s/1/0",)  # another process trains this step too
+    assert [batch.record_ids for batch in dataset.spread_out()] == [("s/1/0",)]
+    good._aux[4, 1, 2] = np.nan
     with pytest.raises(InputError, match=r"none of the 1 records of a batch can be read"):
         dataset.load([1])
 
