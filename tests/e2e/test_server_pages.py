@@ -16,6 +16,7 @@ import pytest
 from helpers import browser as browsers
 from helpers.browser import Watched, watched
 from helpers.pagekit import make_runs, make_shards, write_traffic
+from helpers.serverkit import make_many
 
 from specdec_tap.runlog import LOG_NAME, PREDICTIONS_NAME, Predictions
 
@@ -381,6 +382,25 @@ def test_pages_that_are_not_there_say_so(chromium, site):
     watch.shot("not-found")
     assert [p for p in watch.problems if "404" not in p] == []
     watch.context.close()
+
+
+def test_a_hundred_thousand_records_are_browsed(chromium, tmp_path):
+    """The page holds what is shown, whatever the folder holds: first, last, searched, opened."""
+    many = make_many(tmp_path / "many", 100_000)
+    with browsers.dashboard(str(many)) as url, watched(chromium, url) as watch:
+        page = watch.go("/records")
+        assert page.get_by_text("100,000").first.is_visible()
+        for path in ("/records", "/records?offset=99950", "/shards", "/shards/s0/1"):
+            page = watch.go(path)
+            assert page.locator("tbody tr").count() <= 100
+            assert page.evaluate("document.getElementsByTagName('*').length") < 3_000
+        page = watch.go("/records?sort=newest")
+        watch.shot("records-many")
+        page.get_by_label("Find").fill("req-099990")
+        page.get_by_role("button", name="Show").click()
+        page.wait_for_url("**q=req-099990*")
+        page.locator("tbody a").first.click()
+        page.locator("#tokens").wait_for()
 
 
 def test_an_empty_folder_says_what_to_do_first(chromium, tmp_path):

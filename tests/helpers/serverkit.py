@@ -235,3 +235,26 @@ def write_status(root: Path, stream: str, **values: object) -> dict:
     temporary.write_text(json.dumps(data))
     temporary.replace(folder / ".status.json")
     return data
+
+
+def make_many(root: Path, count: int) -> Path:
+    """A folder of one shard with many short records that share blocks."""
+    root.mkdir(parents=True)
+    header = make_header()
+    ids = np.arange(40, dtype=np.int32)
+    bits = np.full((3, BLOCK, header.hidden_size), 0x3F80, np.uint16)
+    payload = encode_block(header, position=0, aux=bits, final=None, final_row=0)
+    with ShardWriter(root, header, min_free_bytes=0, fsync_interval_s=1e9) as writer:
+        for i in range(count):
+            if i % 50 == 0:
+                block = BlockRef(*writer.append_block(payload, position=0, num_rows=BLOCK))
+            stop = 20 + i % 20
+            writer.append_record(
+                RecordMeta(
+                    request_id=f"req-{i:06d}", token_ids=ids[:stop],
+                    spans=(Span(0, 5, "prompt"), Span(5, stop, "response")),
+                    pieces=(Piece(0, block, 0, BLOCK),), finish_reason="stop",
+                    started_unix_s=float(i), finished_unix_s=i + 1.0, sampling={},
+                )
+            )  # fmt: skip
+    return root

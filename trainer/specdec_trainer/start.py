@@ -42,7 +42,7 @@ _SPAN = 300
 """Positions over which a match must be seen."""
 _ANGLE = 1.0
 """Largest rotation over them, in radians, of the entries that match."""
-_SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12)
+_SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.085, 0.06)
 """Of the last norm, tried in turn."""
 _FEWEST_ROWS = 256
 """With fewer a start by copying would be made of noise."""
