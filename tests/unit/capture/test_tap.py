@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 from types import SimpleNamespace as Object
 
 import numpy as np
@@ -316,6 +317,16 @@ def test_the_writer_is_not_pinned_like_the_worker(start, tmp_path):
         assert os.sched_getaffinity(0) == pinned
     finally:
         os.sched_setaffinity(0, before)
+
+
+def test_the_writer_stands_back_whatever_scheduling_group_it_is_in(start, tmp_path):
+    """Its session is a scheduling group of its own, in which its niceness alone would mean nothing."""
+    writer = writer_pid(start(), tmp_path)
+    assert os.getpriority(os.PRIO_PROCESS, writer) == 10
+    assert os.sched_getscheduler(writer) == os.SCHED_BATCH
+    group = Path(f"/proc/{writer}/autogroup")
+    if group.exists():
+        assert group.read_text().endswith(" nice 10\n")
 
 
 def test_a_killed_writer_is_replaced_and_what_it_held_is_counted(start, tmp_path):
