@@ -92,7 +92,7 @@ def model(tmp_path_factory) -> Path:
     return tiny.make_llama(tmp_path_factory.mktemp("model") / "llama", dtype="float32")
 
 
-@pytest.fixture(scope="module", params=["v1", "v2"])
+@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.matrix)])
 def runner(request) -> str:
     """vLLM's model runner; every server says that it runs this one."""
     return request.param

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from helpers import tiny
 from helpers.engine import runner_env
+from helpers.families import FAMILIES, make_family
 from helpers.oracle import answers, final_status, max_error, sequences, wait_until_closed
 
 from specdec_tap import open_shards
@@ -225,6 +226,8 @@ def test_compiled_runs_answer_the_same_before_with_and_after_the_tap(runner, mod
         assert [o["tokens"] for o in compiled.outputs(name)] == [o["tokens"] for o in first]
     store = compiled.check("with", models["target"])
     assert store.header.engine["enforce_eager"] == 0
+    graphs = list((tmp_path / "cache" / "torch_compile_cache").glob("torch_aot_compile/*"))
+    assert len(graphs) == 2  # the tap's is not taken for the other, and the last run finds the first one's
 
 
 @pytest.fixture(scope="module")
@@ -413,10 +416,20 @@ def ranks(runner, models, tmp_path_factory) -> Session:
     """Engines of two ranks; each in worker processes of its own."""
     root = tmp_path_factory.mktemp(f"ranks-{runner}")
     prompts = PROMPTS if runner == "v1" else PROMPTS[:3]
+    deepseek = make_family("deepseek-v3", root / "deepseek")
+    mixture = make_family("qwen3-moe", root / "mixture")
     jobs = [
         make_job("tp", models["target"], [ask(prompts)], root / "tp", tensor_parallel_size=2),
         make_job("pp", models["target"], [ask(prompts)], root / "pp", pipeline_parallel_size=2),
-    ]
+        make_job(
+            "deepseek", deepseek, [], root / "deepseek-shards", pipeline_parallel_size=2,
+            **FAMILIES["deepseek-v3"].engine,
+        ),
+        make_job(
+            "mixture", mixture, [ask(PROMPTS[:2])], root / "mixture-shards", {"strict": False},
+            pipeline_parallel_size=2,
+        ),
+    ]  # fmt: skip
     return Session(root, jobs, runner)
 
 
@@ -436,6 +449,23 @@ def test_two_pipeline_stages_write_one_complete_copy_or_are_refused(ranks, model
     store = ranks.check("pp", models["target"])
     assert store.header.engine["pp_size"] == 2
     assert [status is None for status in ranks.results["pp"]["statuses"]] == [True, False]
+
+
+def test_models_that_relay_no_aux_states_are_refused_by_name_or_served_without_capture(ranks):
+    reasons = {
+        "v1": "pipeline_parallel_size is 2 on the V1 runner",
+        "v2": "{} does not relay aux hidden states between pipeline stages, and pipeline_parallel_size is 2",
+    }
+    reason = reasons[ranks.runner]
+    assert "error" in ranks.results["deepseek"]
+    refusal = f"UnsupportedVllmError: {reason.format('DeepseekV3ForCausalLM')}"
+    assert refusal in ranks.log
+    assert [len(o["tokens"]) for o in ranks.outputs("mixture")] == [6, 6]
+    assert ranks.results["mixture"]["statuses"] == [None, None]
+    warning = f"capture is off for this server: {reason.format('Qwen3MoeForCausalLM')}"
+    assert warning in ranks.log
+    for name in ("deepseek", "mixture"):
+        assert not list((ranks.root / f"{name}-shards").iterdir())
 
 
 def test_two_data_parallel_ranks_write_a_stream_each(runner, models, tmp_path):
