@@ -329,7 +329,12 @@ def attach(plan: Plan, model: Any, runner: Any) -> None:
         plan.attached = True
         if is_capture_rank():
             plan.tap = make_tap(plan, runner.vllm_config, ids, runner.device)
-    except SpecdecTapError as err:
-        if plan.config.strict or isinstance(err, ConfigError):
+    except ConfigError:
+        raise
+    except Exception as err:  # whatever the tap lacks, a server that is not strict goes on without it
+        if plan.config.strict:
             raise
-        logger.error("capture is off for this server: %s; serving continues", err)
+        expected = isinstance(err, SpecdecTapError)
+        logger.error(
+            "capture is off for this server: %s; serving continues", err, exc_info=None if expected else err
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace as Object
 
@@ -86,3 +87,25 @@ def test_a_server_that_goes_on_without_capture_keeps_its_drafters_states(caplog)
 
     sample_tokens = wrap_sample_tokens(lambda self: self.execute_model_state, replaced)
     assert sample_tokens(runner) is state
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_machine_that_lacks_something_stops_only_a_strict_server(strict, monkeypatch, caplog) -> None:
+    """Here: no memory for the ring. The model gives its states by then, and the drafter gets its own."""
+
+    def make_tap(*args: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    module = sys.modules[attach.__module__]
+    monkeypatch.setattr(module, "make_tap", make_tap)
+    monkeypatch.setattr(module, "is_capture_rank", lambda: True)
+    plan = Plan(TapConfig(dir=Path("shards"), strict=strict), "v1")
+    config = Object(model_config=Object(hf_text_config=Object(num_hidden_layers=8)), additional_config={})
+    runner = Object(vllm_config=config, use_aux_hidden_state_outputs=True, device="cpu")
+    if strict:
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            attach(plan, Model((1, 3)), runner)
+        return
+    attach(plan, Model((1, 3)), runner)
+    assert "capture is off for this server: [Errno 12] Cannot allocate memory" in caplog.text
+    assert plan.attached and plan.tap is None and plan.own_slots == (0, 2)
