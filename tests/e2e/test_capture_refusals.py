@@ -44,7 +44,7 @@ def make_foreign(folder: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["v1", "v2"])
+@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.matrix)])
 def refused(request, tmp_path_factory) -> dict[str, Any]:
     """Try every engine of one runner in one process; a mapping of name to what happened."""
     root = tmp_path_factory.mktemp(f"refusals-{request.param}")
