@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from helpers import tiny
 from helpers.engine import runner_env
-from helpers.oracle import wait_until_closed
+from helpers.oracle import final_status, wait_until_closed
 
 from specdec_tap import open_shards
 from specdec_tap.capture.status import StatusReader
@@ -52,6 +52,11 @@ class Ran:
         """Of the one rank that captures."""
         (status,) = filter(None, self.result["statuses"])
         return status
+
+    @property
+    def final(self) -> dict[str, Any]:
+        """The same rank's, once its writer has sealed all."""
+        return final_status(self.shards / self.status["stream"])
 
     @property
     def store(self) -> ShardStore:
@@ -158,14 +163,13 @@ def make_jobs(models: dict[str, Path], root: Path) -> list[dict[str, Any]]:
     small = {"num_gpu_blocks_override": 20, "block_size": 32, "max_model_len": 128}
     twin = drafter("draft_model", model=str(models["twin"]))
     plain = ("boundaries", "hits", "options", "drafts")
-    # In float32, vLLM 0.30 draws random tokens with a function that Triton's interpreter does not have.
-    random = {"use_fp64_gumbel": True}
     return [
         job("plain", *plain),
         job("off", *plain, tap=False),
         job("many", "marked", "long"),
-        job("choices", "options", "sampled", **random),
-        job("async", "boundaries", "options", "hits", "sampled", is_async=True, **random),
+        # In float32, vLLM 0.30 draws random tokens with a function that Triton's interpreter does not have.
+        job("choices", "options", "sampled", use_fp64_gumbel=True),
+        job("async", *plain, is_async=True),
         job("async-twin", "drafts", is_async=True, **twin),
         job("eagle-same", "drafts", **drafter("eagle3", model=str(models["same"]))),
         job("eagle-other", "drafts", **eagle),
@@ -297,8 +301,18 @@ def test_greedy_answers_are_the_same_with_and_without_the_tap(ran):
     assert len(on.outputs) > 15
 
 
+def test_asynchronous_scheduling_changes_no_answer_and_its_overrun_steps_leave_no_row(ran):
+    """The next step is scheduled before it is known that a request has ended."""
+    on, off = ran["async"], ran["plain"]
+    assert on.outputs == off.outputs
+    assert on.status["worker"]["rows"] > off.status["worker"]["rows"]
+    needed = sum(len(o["prompt"] + o["tokens"]) - 1 for o in on.outputs)
+    for writer in (on.final["writer"], off.final["writer"]):
+        assert writer["rows_stored"] + writer["rows_reused"] == needed
+
+
 def test_every_finish_reason_is_the_engines(ran):
-    for job in ("plain", "choices"):
+    for job in ("plain", "choices", "async"):
         want = sorted((len(o["prompt"] + o["tokens"]), o["finish_reason"]) for o in ran[job].outputs)
         assert sorted((r.num_tokens, r.meta.finish_reason) for r in ran[job].store) == want
 
@@ -309,7 +323,7 @@ def test_prefix_hits_are_not_stored_twice(ran):
     assert len(records) == 4
     assert len({r.token_ids[:512].tobytes() for r in records}) == 1
     assert len({r.meta.pieces[0].block for r in records}) == 1
-    assert ran["plain"].status["writer"]["gap_rows"] == 0
+    assert ran["plain"].final["writer"]["gap_rows"] == 0
 
 
 def test_the_reported_dedupe_ratio_is_that_of_the_stored_rows(ran):
