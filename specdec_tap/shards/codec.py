@@ -204,14 +204,11 @@ def _decode_lossy(
     return states.reshape(rows, num_aux, hidden), final
 
 
-def _matrices(aux: np.ndarray, final: np.ndarray | None) -> list[np.ndarray]:
-    """Bits [L, n, H] to encode one after the other: final states of all rows are one more layer."""
+def _matrices(aux: np.ndarray, final: np.ndarray | None) -> list[list[np.ndarray]]:
+    """What to encode, matrix by matrix, as layers [n, H]: final states of all rows are one more layer."""
+    matrices = [list(aux)] if len(aux) else []
     if final is None:
-        return [aux] if len(aux) else []
+        return matrices
     if len(final) != aux.shape[1]:
-        return [aux, final[None]] if len(aux) else [final[None]]
-    rows, hidden = final.shape
-    joined = np.empty((rows, len(aux) + 1, hidden), final.dtype)
-    joined[:, :-1] = aux.transpose(1, 0, 2)
-    joined[:, -1] = final
-    return [joined.transpose(1, 0, 2)]
+        return [*matrices, [final]]
+    return [[*aux, final]]

@@ -2,12 +2,13 @@
 
 What compresses in a hidden state is its exponent: 2.6 of 8 bits once each channel is centred on its own
 level. The mantissa does not, except that its first bit leans to 0, and the sign does where a channel has
-a mean. So each number becomes a *symbol* of one byte (sign, centred exponent, first mantissa bit), which
-zstd codes with next to no match search (almost only its Huffman coder works), and a *remainder* of six
-bits, stored as it is. Symbols are ordered in groups of eight channels, so that channels that hardly
-change show up as repeats.
+a mean. So each number becomes a *symbol* of one byte (sign, centred exponent, first mantissa bit), which is
+Huffman-coded, and a *remainder* of six bits, stored as it is. Symbols are ordered in groups of eight
+channels: eight move at once, and channels that hardly change show up as repeats.
 
-Speed comes from few passes over buffers that stay in cache.
+Speed comes from few passes over buffers that stay in cache. The passes over bfloat16 numbers and the
+Huffman coder are compiled (_native.c); here is the same in NumPy, for float16, odd widths and where nothing
+could be compiled. There zstd codes the symbols, with next to no match search.
 
 A matrix [n, W] of n rows and W = layers x hidden channels becomes these sections:
 
@@ -23,9 +24,12 @@ low halves   2 n x W bytes float32 only: low 16 bits of each number, in row orde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..errors import CorruptShardError
+from . import huffman
 from .sections import (
     CONSTANT,
     MIN_CENTRED_ROWS,
@@ -38,6 +42,7 @@ from .sections import (
     looks_compressible,
     nonzero,
     section,
+    symbol_section,
     to_groups,
     u1,
     u2,
@@ -48,24 +53,28 @@ OFFSET = 40
 ESCAPE = 63
 
 
-def encode_lossless(layers: np.ndarray, dtype: str) -> list[bytes]:
-    """Sections for bits [L, n, H] with any strides."""
-    num_layers, rows, hidden = layers.shape
-    width = num_layers * hidden
+def encode_lossless(layers: Sequence[np.ndarray], dtype: str) -> list[bytes]:
+    """Sections for L layers of bits [n, H] with any strides."""
+    rows, hidden = layers[0].shape
+    width = len(layers) * hidden
     low_halves: list[bytes] = []
     if dtype == "float32":
-        low = layers.transpose(1, 0, 2).astype(u2).tobytes()
+        low = np.stack(layers, axis=1).astype(u2).tobytes()
         low_halves = section(low, zstd=looks_compressible(low))
-        layers = np.right_shift(layers, 16).astype(u2)
+        layers = [np.right_shift(layer, 16).astype(u2) for layer in layers]
     plane = _Planes(rows, width, half=dtype == "float16")
-    if rows * width <= TILE_NUMBERS:
-        matrix = layers.transpose(1, 0, 2)
-        plane.encode(np.ascontiguousarray(matrix).reshape(rows, width), 0)
+    if not plane.centred:
+        plane.share_centre(layers[0])
+    if huffman.native and dtype != "float16" and hidden % 8 == 0:
+        for i, layer in enumerate(layers):
+            plane.encode_compiled(layer, i * hidden)
+    elif rows * width <= TILE_NUMBERS:
+        plane.encode(np.stack(layers, axis=1).reshape(rows, width), 0)
     else:
         step = max(TILE_NUMBERS // rows // 8 * 8, 8)
-        for layer in range(num_layers):
+        for i, layer in enumerate(layers):
             for start in range(0, hidden, step):
-                plane.encode(layers[layer, :, start : start + step], layer * hidden + start)
+                plane.encode(layer[:, start : start + step], i * hidden + start)
     return plane.sections() + low_halves
 
 
@@ -79,13 +88,28 @@ class _Planes:
         self.group = 8 if width % 8 == 0 else 1
         self.centred = rows >= MIN_CENTRED_ROWS
         self.centres = np.zeros(width, u1)
-        self.signs = np.zeros(width, bool)
+        self.signs = np.zeros(width, np.bool_)
         self.symbols = local.plane("symbols", rows * width)
         # Whole quarters, so that the last one may run over the end.
         self.quarter = -(-rows * width // 4)
         self.rest = local.plane("rest", 4 * self.quarter)
         self.rest[rows * width :] = 0
-        self.escapes: list[np.ndarray] = []
+        self.escapes = local.plane("escapes", rows * width)
+        self.num_escapes = 0
+
+    def share_centre(self, layer: np.ndarray) -> None:
+        """One level for all channels: the mean exponent of bits [n, H]."""
+        exponents = (layer & u2(0x7FFF)) >> (10 if self.half else 7)
+        self.centres[:] = exponents.sum(dtype=np.uint64) // exponents.size
+
+    def encode_compiled(self, layer: np.ndarray, first: int) -> None:
+        """Take bits [n, w] of channels ``first ..``, w a multiple of 8."""
+        if layer.strides[1] != layer.itemsize:
+            layer = np.ascontiguousarray(layer)
+        self.num_escapes = huffman.native.split_layer(
+            layer, first, self.width, self.centred, self.centres, self.signs, self.symbols, self.rest,
+            self.escapes, self.num_escapes,
+        )  # fmt: skip
 
     def encode(self, tile: np.ndarray, first: int) -> None:
         """Take bits [n, w] of channels ``first ..``; w is a multiple of 8 unless the group is 1."""
@@ -113,11 +137,7 @@ class _Planes:
             np.maximum(top, byte[3 * quarter : 4 * quarter], out=top)
             level = np.add.reduce(top, axis=0, dtype=u2 if quarter < 257 else np.uint32) // quarter
             np.bitwise_xor(symbol, negative.view(u1) << 7, out=symbol)
-        else:
-            np.right_shift(a, mantissa, out=b)
-            # One level for all channels, fixed by the first tile.
-            level = self.centres[0] if first else np.uint32(b.sum(dtype=np.uint64) // b.size)
-        self.centres[channels] = level
+            self.centres[channels] = level
         level = self.centres[channels].astype(u2)
         np.bitwise_and(symbol, u1(0x80), out=symbol)
 
@@ -152,7 +172,9 @@ class _Planes:
         order = np.argsort((channel // group * rows + row) * group + channel % group)
         row, channel = row[order], channel[order]
         true = tile[row, channel]
-        self.escapes.append(((true >> 7) & u2(0xFF)).astype(u1))
+        count = len(true)
+        self.escapes[self.num_escapes : self.num_escapes + count] = (true >> 7) & u2(0xFF)
+        self.num_escapes += count
         a[row, channel] = (true & u2(0x7F)) | u2(ESCAPE << 7)
 
     def sections(self) -> list[bytes]:
@@ -168,12 +190,16 @@ class _Planes:
                 SECTION.pack(CONSTANT, 1),
                 b"\0",
             ]
-        parts += section(self.symbols, zstd=True)
+        parts += symbol_section(self.symbols)
         if self.half:
             rest = self.rest[:numbers].tobytes()
             return parts + section(rest, zstd=looks_compressible(rest))
-        parts += section(b"".join(e.tobytes() for e in self.escapes), zstd=False)
-        packed = _pack_six(self.rest.reshape(4, self.quarter)).tobytes()
+        parts += section(self.escapes[: self.num_escapes], zstd=False)
+        if huffman.native:
+            huffman.native.pack_six(self.rest)
+            packed = self.rest[: 3 * self.quarter].tobytes()
+        else:
+            packed = _pack_six(self.rest.reshape(4, self.quarter)).tobytes()
         return parts + section(packed, zstd=looks_compressible(packed))
 
 
@@ -182,10 +208,22 @@ def decode_lossless(sections: Sections, rows: int, width: int, dtype: str) -> np
     half = dtype == "float16"
     numbers = rows * width
     group = 8 if width % 8 == 0 else 1
-    centres = sections.take(width, "centres").astype(u2)
-    signs = np.unpackbits(sections.take(-(-width // 8), "signs"), bitorder="little")[:width].astype(u2)
+    centres = sections.take(width, "centres")
+    signs = sections.take(-(-width // 8), "signs")
     symbols = sections.take(numbers, "symbols")
     quarter = -(-numbers // 4)
+    result = np.empty((rows, width), u2)
+    if huffman.native and not half and group == 8:
+        escapes = sections.take_some(numbers, "escapes")
+        packed = sections.take(3 * quarter, "remainders")
+        scratch = local.plane("rest", quarter)
+        try:
+            huffman.native.merge(symbols, packed, centres, signs, escapes, scratch, result, rows, width)
+        except ValueError as err:
+            raise CorruptShardError(f"block's numbers do not decode ({err})") from err
+        return _with_low_halves(result, sections) if dtype == "float32" else result
+    centres = centres.astype(u2)
+    signs = np.unpackbits(signs, bitorder="little")[:width].astype(u2)
     if half:
         escapes = symbols[:0]
         rest = sections.take(numbers, "remainders")
@@ -196,9 +234,9 @@ def decode_lossless(sections: Sections, rows: int, width: int, dtype: str) -> np
         _unpack_six(sections.take(3 * quarter, "remainders").reshape(3, quarter), rest.reshape(4, quarter))
         rest = rest[:numbers]
         # Adding 0x8000 inverts the sign bit and nothing else.
-        shift = ((centres - u2(OFFSET)) << 7) + (signs << 15)
+        base = (centres - u2(OFFSET)) << 7
+        shift = base + (signs << 15)
     rest = rest.reshape(rows, width)
-    result = np.empty((rows, width), u2)
     taken = 0
     step = width if numbers <= TILE_NUMBERS else max(TILE_NUMBERS // rows // 8 * 8, 8)
     for start in range(0, width, step):
@@ -226,20 +264,23 @@ def decode_lossless(sections: Sections, rows: int, width: int, dtype: str) -> np
         signed = a.view(np.int16)
         np.right_shift(signed, 2, out=signed)
         np.bitwise_and(a, u2(0x9FFF), out=a)
-        taken += _unescape(part, buffers, escapes[taken:], shift[channels], group)
+        taken += _unescape(part, buffers, escapes[taken:], base[channels], group)
         np.add(a, shift[channels], out=result[:, channels])
     if taken != len(escapes):
         raise CorruptShardError(f"block has {len(escapes):,} escapes and {taken:,} symbols that need one")
-    if dtype != "float32":
-        return result
-    low = sections.take(2 * numbers, "low halves").view("<u2").reshape(rows, width)
-    wide = result.astype(np.uint32)
+    return _with_low_halves(result, sections) if dtype == "float32" else result
+
+
+def _with_low_halves(high: np.ndarray, sections: Sections) -> np.ndarray:
+    """uint32 bits from their high 16 and the section that follows."""
+    low = sections.take(2 * high.size, "low halves").view("<u2").reshape(high.shape)
+    wide = high.astype(np.uint32)
     wide <<= 16
     wide |= low
     return wide
 
 
-def _unescape(part: np.ndarray, buffers: Tile, escapes: np.ndarray, shift: np.ndarray, group: int) -> int:
+def _unescape(part: np.ndarray, buffers: Tile, escapes: np.ndarray, base: np.ndarray, group: int) -> int:
     """Put true exponents back into ``buffers.a``; returns how many escapes this tile used."""
     a = buffers.a
     rows = len(a)
@@ -254,7 +295,7 @@ def _unescape(part: np.ndarray, buffers: Tile, escapes: np.ndarray, shift: np.nd
         row, lane = np.divmod(inner, group)
         channel = outer * group + lane
         exponent = escapes[: len(at)].astype(u2) << 7
-        a[row, channel] = (a[row, channel] & u2(0x807F)) + exponent - (shift[channel] & u2(0x7FFF))
+        a[row, channel] = (a[row, channel] & u2(0x807F)) + exponent - base[channel]
     return len(at)
 
 

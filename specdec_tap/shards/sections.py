@@ -9,11 +9,12 @@ import numpy as np
 import zstandard
 
 from ..errors import CorruptShardError
+from . import huffman
 from .records import unzstd
 
 SECTION = struct.Struct("<BI")
 """mode, stored bytes."""
-RAW, ZSTD, CONSTANT = 0, 1, 2
+RAW, ZSTD, CONSTANT, HUFFMAN = 0, 1, 2, 3
 
 u1, u2 = np.uint8, np.uint16
 
@@ -115,7 +116,17 @@ def looks_compressible(plane: bytes) -> bool:
     return entropy < min(7.0, 0.85 * np.log2(total))
 
 
+def symbol_section(plane: np.ndarray) -> list[bytes]:
+    """A section of symbols: Huffman-coded, or what else is smaller or can be written here."""
+    packed = local.plane("packed", len(plane))
+    size = huffman.encode(plane, packed)
+    if not size:
+        return section(plane, zstd=True)
+    return [SECTION.pack(HUFFMAN, size), packed[:size].tobytes()]
+
+
 def section(plane: bytes | np.ndarray, *, zstd: bool) -> list[bytes]:
+    """A section as it is, or as zstd where that is smaller."""
     if zstd:
         packed = local.compressor.compress(plane)
         if len(packed) < len(plane):
@@ -142,7 +153,8 @@ class Sections:
         return mode, self._payload[start : self._at]
 
     def take(self, expected_bytes: int, what: str) -> np.ndarray:
-        """uint8 [expected_bytes]; may be a read-only view of the payload."""
+        """uint8 [expected_bytes]; may be a read-only view of the payload, or a buffer that this thread
+        uses again for the next section of this name."""
         mode, data = self._next(what)
         if mode == RAW and len(data) == expected_bytes:
             return np.frombuffer(data, u1)
@@ -150,6 +162,10 @@ class Sections:
             return np.full(expected_bytes, data[0], u1)
         if mode == ZSTD:
             return np.frombuffer(unzstd(data, expected_bytes, f"block's {what}"), u1)
+        if mode == HUFFMAN:
+            plane = local.plane(f"taken {what}", expected_bytes)
+            huffman.decode(data, plane, f"block's {what}")
+            return plane
         raise CorruptShardError(
             f"block's {what} have mode {mode} and {len(data):,} bytes; expected {expected_bytes:,}"
         )
