@@ -416,20 +416,21 @@ def ranks(runner, models, tmp_path_factory) -> Session:
     """Engines of two ranks; each in worker processes of its own."""
     root = tmp_path_factory.mktemp(f"ranks-{runner}")
     prompts = PROMPTS if runner == "v1" else PROMPTS[:3]
-    deepseek = make_family("deepseek-v3", root / "deepseek")
-    mixture = make_family("qwen3-moe", root / "mixture")
     jobs = [
         make_job("tp", models["target"], [ask(prompts)], root / "tp", tensor_parallel_size=2),
         make_job("pp", models["target"], [ask(prompts)], root / "pp", pipeline_parallel_size=2),
-        make_job(
-            "deepseek", deepseek, [], root / "deepseek-shards", pipeline_parallel_size=2,
-            **FAMILIES["deepseek-v3"].engine,
-        ),
-        make_job(
-            "mixture", mixture, [ask(PROMPTS[:2])], root / "mixture-shards", {"strict": False},
-            pipeline_parallel_size=2,
-        ),
-    ]  # fmt: skip
+    ]
+    if runner == "v2":
+        jobs += [
+            make_job(
+                "deepseek", make_family("deepseek-v3", root / "deepseek"), [], root / "deepseek-shards",
+                pipeline_parallel_size=2, **FAMILIES["deepseek-v3"].engine,
+            ),
+            make_job(
+                "mixture", make_family("qwen3-moe", root / "mixture"), [ask(PROMPTS[:2])],
+                root / "mixture-shards", {"strict": False}, pipeline_parallel_size=2,
+            ),
+        ]  # fmt: skip
     return Session(root, jobs, runner)
 
 
@@ -452,18 +453,14 @@ def test_two_pipeline_stages_write_one_complete_copy_or_are_refused(ranks, model
 
 
 def test_models_that_relay_no_aux_states_are_refused_by_name_or_served_without_capture(ranks):
-    reasons = {
-        "v1": "pipeline_parallel_size is 2 on the V1 runner",
-        "v2": "{} does not relay aux hidden states between pipeline stages, and pipeline_parallel_size is 2",
-    }
-    reason = reasons[ranks.runner]
+    if ranks.runner == "v1":
+        pytest.skip("every pipeline is refused there; vLLM's own V1 runner cannot serve one on a CPU either")
+    reason = "does not relay aux hidden states between pipeline stages, and pipeline_parallel_size is 2"
     assert "error" in ranks.results["deepseek"]
-    refusal = f"UnsupportedVllmError: {reason.format('DeepseekV3ForCausalLM')}"
-    assert refusal in ranks.log
+    assert f"UnsupportedVllmError: DeepseekV3ForCausalLM {reason}" in ranks.log
     assert [len(o["tokens"]) for o in ranks.outputs("mixture")] == [6, 6]
     assert ranks.results["mixture"]["statuses"] == [None, None]
-    warning = f"capture is off for this server: {reason.format('Qwen3MoeForCausalLM')}"
-    assert warning in ranks.log
+    assert f"capture is off for this server: Qwen3MoeForCausalLM {reason}" in ranks.log
     for name in ("deepseek", "mixture"):
         assert not list((ranks.root / f"{name}-shards").iterdir())
 
