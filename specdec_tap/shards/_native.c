@@ -19,11 +19,10 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Each hot loop is compiled for several instruction sets from one body; module start picks the best. */
+/* On x86-64 each hot loop is compiled twice from one body, for any processor and for those since 2013;
+ * which to call is decided when the module is loaded. AVX-512 was no faster. */
 #if defined(__x86_64__)
-#define VARIANTS 1
-#define V3 __attribute__((target("avx2,bmi,bmi2,lzcnt,fma")))
-#define V4 __attribute__((target("avx2,bmi,bmi2,lzcnt,fma,avx512f,avx512bw,avx512dq,avx512vl")))
+#define MODERN __attribute__((target("avx2,bmi,bmi2,lzcnt")))
 #endif
 
 /* Buffers come from anywhere: numbers in them need not be aligned. */
@@ -56,18 +55,19 @@ enum {
 /* Codes in the order of length, then symbol; bit-reversed, because streams are filled from the lowest bit. */
 static void assign_codes(const uint8_t lengths[256], uint16_t codes[256])
 {
-    unsigned next = 0;
-    for (unsigned bits = MIN_BITS; bits <= MAX_BITS; bits++) {
-        for (unsigned symbol = 0; symbol < 256; symbol++) {
-            if (lengths[symbol] != bits)
-                continue;
-            unsigned reversed = 0;
-            for (unsigned i = 0; i < bits; i++)
-                reversed |= (next >> i & 1) << (bits - 1 - i);
-            codes[symbol] = (uint16_t)reversed;
-            next++;
-        }
-        next <<= 1;
+    unsigned counts[MAX_BITS + 1] = {0}, next[MAX_BITS + 2] = {0};
+    for (unsigned symbol = 0; symbol < 256; symbol++)
+        counts[lengths[symbol]]++;
+    for (unsigned bits = MIN_BITS; bits <= MAX_BITS; bits++)
+        next[bits + 1] = (next[bits] + counts[bits]) << 1;
+    for (unsigned symbol = 0; symbol < 256; symbol++) {
+        unsigned bits = lengths[symbol];
+        if (!bits)
+            continue;
+        unsigned code = next[bits]++, reversed = 0;
+        for (unsigned i = 0; i < bits; i++, code >>= 1)
+            reversed = reversed << 1 | (code & 1);
+        codes[symbol] = (uint16_t)reversed;
     }
 }
 
@@ -161,7 +161,7 @@ static void finish_writer(struct writer *w, const uint64_t table[256])
 
 INLINE size_t encode_chunk_body(const uint8_t *in, size_t count, uint8_t *out, size_t room)
 {
-    uint32_t counts[STREAMS][256], sums[256];
+    uint32_t counts[STREAMS][256 + 16], sums[256];
     memset(counts, 0, sizeof counts);
     size_t starts[STREAMS + 1];
     for (size_t s = 0; s <= STREAMS; s++)
@@ -262,38 +262,41 @@ INLINE ptrdiff_t safe_steps(const struct reader *r)
  * must wait for each other. */
 INLINE void decode_streams(struct reader *readers, const int streams, const uint64_t *table)
 {
-    struct reader r[STREAMS];
-    for (int s = 0; s < streams; s++)
-        r[s] = readers[s];
+    uint64_t bits[STREAMS];
+    const uint8_t *in[STREAMS];
+    uint8_t *out[STREAMS];
     for (;;) {
         ptrdiff_t steps = PTRDIFF_MAX;
         for (int s = 0; s < streams; s++) {
-            ptrdiff_t own = safe_steps(&r[s]);
+            ptrdiff_t own = safe_steps(&readers[s]);
             steps = own < steps ? own : steps;
+            bits[s] = readers[s].bits, in[s] = readers[s].in, out[s] = readers[s].out;
         }
         if (!steps)
-            break;
+            return;
         for (; steps; steps--) {
 #pragma GCC unroll 8
             for (int s = 0; s < streams; s++) {
-                unsigned used = (unsigned)__builtin_clzll(r[s].bits);
-                r[s].in += used >> 3;
-                r[s].bits = (load64(r[s].in) | MARK) >> (used & 7);
+                unsigned used = (unsigned)__builtin_clzll(bits[s]);
+                in[s] += used >> 3;
+                bits[s] = (load64(in[s]) | MARK) >> (used & 7);
             }
 #pragma GCC unroll 5
             for (int i = 0; i < LOOKUPS; i++) {
 #pragma GCC unroll 8
                 for (int s = 0; s < streams; s++) {
-                    uint64_t entry = table[r[s].bits & (ENTRIES - 1)];
-                    store64(r[s].out, entry);
-                    r[s].out += entry >> 56;
-                    r[s].bits >>= entry >> 48 & 63;
+                    const uint64_t *entry = &table[bits[s] & (ENTRIES - 1)];
+                    uint64_t whole = *entry;
+                    /* Read on its own, the length is there a shift earlier; everything waits for it. */
+                    bits[s] >>= ((const uint8_t *)entry)[6] & 63;
+                    store64(out[s], whole);
+                    out[s] += whole >> 56;
                 }
             }
         }
+        for (int s = 0; s < streams; s++)
+            readers[s].bits = bits[s], readers[s].in = in[s], readers[s].out = out[s];
     }
-    for (int s = 0; s < streams; s++)
-        readers[s] = r[s];
 }
 
 /* The last symbols one by one; whether the stream then ends where it should, padded with zero bits. */
@@ -383,6 +386,8 @@ INLINE size_t decode_chunk_body(const uint8_t *in, size_t size, uint8_t *out, si
         at += sizes[s];
     }
     decode_streams(readers, STREAMS, whole);
+    decode_streams(readers, STREAMS / 2, whole);
+    decode_streams(readers + STREAMS / 2, STREAMS / 2, whole);
     for (size_t s = 0; s < STREAMS; s++) {
         decode_streams(&readers[s], 1, whole);
         if (!finish_reader(&readers[s], single))
@@ -437,27 +442,26 @@ INLINE int is_escape(uint8_t symbol)
     return (symbol & ESCAPE << 1) == ESCAPE << 1;
 }
 
-/* First escape at or after `at`, or `end`. Few are among many: whole lines are skipped. */
+INLINE int any_escape(const uint8_t *symbols, size_t count)
+{
+    uint8_t found = 0;
+    for (size_t i = 0; i < count; i++)
+        found |= (uint8_t)is_escape(symbols[i]);
+    return found;
+}
+
+/* First escape at or after `at`, or `end`. Few are among many: whole stretches are skipped. */
 INLINE size_t next_escape(const uint8_t *symbols, size_t at, size_t end)
 {
     while (at < end) {
-        size_t step = at % 64 == 0 && end - at >= 64 ? 64 : at % 8 == 0 && end - at >= 8 ? 8 : 1;
-        uint8_t found = 0;
-        if (step == 64)
-            for (size_t i = 0; i < 64; i++)
-                found |= (uint8_t)is_escape(symbols[at + i]);
-        if (step == 64 && found)
-            step = 8;
-        if (step == 8) {
-            found = 0;
-            for (size_t i = 0; i < 8; i++)
-                found |= (uint8_t)is_escape(symbols[at + i]);
-        }
-        if (step > 1 && found)
-            step = 1;
-        if (step == 1 && is_escape(symbols[at]))
+        if (at % 256 == 0 && end - at >= 256 && !any_escape(symbols + at, 256))
+            at += 256;
+        else if (at % 32 == 0 && end - at >= 32 && !any_escape(symbols + at, 32))
+            at += 32;
+        else if (is_escape(symbols[at]))
             return at;
-        at += step;
+        else
+            at++;
     }
     return end;
 }
@@ -520,11 +524,12 @@ INLINE void split_body(struct split *s, int centred)
 /* Four quarters of remainders (in the high six bits of a byte) to three, in place. */
 INLINE void pack_body(uint8_t *rest, size_t quarter)
 {
+    uint8_t *restrict a = rest, *restrict b = rest + quarter, *restrict c = rest + 2 * quarter;
     const uint8_t *restrict last = rest + 3 * quarter;
-    for (size_t p = 0; p < 3; p++) {
-        uint8_t *restrict part = rest + p * quarter;
-        for (size_t i = 0; i < quarter; i++)
-            part[i] |= last[i] >> (6 - 2 * p) & 3;
+    for (size_t i = 0; i < quarter; i++) {
+        a[i] |= last[i] >> 6;
+        b[i] |= last[i] >> 4 & 3;
+        c[i] |= last[i] >> 2 & 3;
     }
 }
 
@@ -542,10 +547,12 @@ INLINE int merge_tile(struct merge *m, size_t first, size_t width)
     const uint8_t *symbols = m->symbols + first * rows;
     uint16_t shift[TILE];
     uint8_t lines[GROUP][TILE], straddling[TILE];
-    for (size_t c = 0; c < width; c++) {
-        unsigned sign = m->signs[(first + c) / 8] >> (first + c) % 8 & 1;
-        /* Adding 0x8000 inverts the sign bit and nothing else. */
-        shift[c] = (uint16_t)(((unsigned)(m->centres[first + c] - OFFSET) << 7) + (sign << 15));
+    for (size_t c = 0; c < width; c += 8) {
+        uint16_t signs = m->signs[(first + c) / 8];
+        for (size_t i = 0; i < 8; i++)
+            /* Adding 0x8000 inverts the sign bit and nothing else. */
+            shift[c + i] = (uint16_t)(((unsigned)(m->centres[first + c + i] - OFFSET) << 7) +
+                                      ((unsigned)signs << (15 - i) & 0x8000));
     }
     for (size_t start = 0; start < rows; start += GROUP) {
         size_t some = rows - start < GROUP ? rows - start : GROUP;
@@ -633,24 +640,19 @@ struct loops {
                                                 split_##suffix, pack_##suffix, merge_##suffix};
 
 COMPILE(plain, )
-#ifdef VARIANTS
-COMPILE(v3, V3)
-COMPILE(v4, V4)
+#ifdef MODERN
+COMPILE(modern, MODERN)
 #endif
 
 static const struct loops *best = &loops_plain;
 
 static void choose_loops(void)
 {
-#ifdef VARIANTS
+#ifdef MODERN
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi") || !__builtin_cpu_supports("bmi2") ||
-        !__builtin_cpu_supports("fma"))
-        return;
-    best = &loops_v3;
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        best = &loops_v4;
+    /* Every processor with AVX2 and BMI2 has LZCNT. */
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2"))
+        best = &loops_modern;
 #endif
 }
 

@@ -138,7 +138,8 @@ def encode_block(
     kept = final if num_final else None
     if header.codec == "lossless":
         for matrix in _matrices(aux, kept):
-            parts += encode_lossless(matrix, header.dtype)
+            # What the matrix before left in this thread's buffers must be taken out of them first.
+            parts = [b"".join(parts), *encode_lossless(matrix, header.dtype)]
     else:
         if header.num_aux:
             fp8 = header.codec == "fp8"

@@ -35,6 +35,7 @@ from .sections import (
     MIN_CENTRED_ROWS,
     SECTION,
     TILE_NUMBERS,
+    Buffer,
     Sections,
     Tile,
     from_groups,
@@ -53,11 +54,11 @@ OFFSET = 40
 ESCAPE = 63
 
 
-def encode_lossless(layers: Sequence[np.ndarray], dtype: str) -> list[bytes]:
-    """Sections for L layers of bits [n, H] with any strides."""
+def encode_lossless(layers: Sequence[np.ndarray], dtype: str) -> list[Buffer]:
+    """Sections for L layers of bits [n, H] with any strides; they may lie in this thread's buffers."""
     rows, hidden = layers[0].shape
     width = len(layers) * hidden
-    low_halves: list[bytes] = []
+    low_halves: list[Buffer] = []
     if dtype == "float32":
         low = np.stack(layers, axis=1).astype(u2).tobytes()
         low_halves = section(low, zstd=looks_compressible(low))
@@ -177,12 +178,12 @@ class _Planes:
         self.num_escapes += count
         a[row, channel] = (true & u2(0x7F)) | u2(ESCAPE << 7)
 
-    def sections(self) -> list[bytes]:
+    def sections(self) -> list[Buffer]:
         """All sections but the low halves."""
         numbers = self.rows * self.width
         if self.centred:
-            parts = section(self.centres.tobytes(), zstd=True)
-            parts += section(np.packbits(self.signs, bitorder="little").tobytes(), zstd=False)
+            parts = section(self.centres, zstd=True)
+            parts += section(np.packbits(self.signs, bitorder="little"), zstd=False)
         else:
             parts = [
                 SECTION.pack(CONSTANT, 1),
@@ -192,14 +193,14 @@ class _Planes:
             ]
         parts += symbol_section(self.symbols)
         if self.half:
-            rest = self.rest[:numbers].tobytes()
+            rest = self.rest[:numbers]
             return parts + section(rest, zstd=looks_compressible(rest))
         parts += section(self.escapes[: self.num_escapes], zstd=False)
         if huffman.native:
             huffman.native.pack_six(self.rest)
-            packed = self.rest[: 3 * self.quarter].tobytes()
+            packed = self.rest[: 3 * self.quarter]
         else:
-            packed = _pack_six(self.rest.reshape(4, self.quarter)).tobytes()
+            packed = _pack_six(self.rest.reshape(4, self.quarter)).reshape(-1)
         return parts + section(packed, zstd=looks_compressible(packed))
 
 

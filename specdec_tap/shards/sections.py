@@ -18,7 +18,14 @@ RAW, ZSTD, CONSTANT, HUFFMAN = 0, 1, 2, 3
 
 u1, u2 = np.uint8, np.uint16
 
+Buffer = bytes | np.ndarray
+"""What ``bytes.join`` takes: arrays are uint8."""
+
 _SAMPLE_BYTES = 1024
+_COUNT_LOG2 = np.arange(_SAMPLE_BYTES + 1) * np.log2(np.maximum(np.arange(_SAMPLE_BYTES + 1), 1))
+"""n log2 n."""
+_SURELY_HUFFMAN = 4096
+"""For fewer symbols the table of codes counts, and zstd may be smaller."""
 TILE_NUMBERS = 64 * 2304
 """Work on so many numbers at a time: all buffers of a tile fit the second-level cache."""
 MIN_CENTRED_ROWS = 16
@@ -103,36 +110,38 @@ def nonzero(flags: np.ndarray) -> np.ndarray:
     return words[word] * 8 + lane
 
 
-def looks_compressible(plane: bytes) -> bool:
+def looks_compressible(plane: bytes | np.ndarray) -> bool:
     """Whether a sample's order-0 entropy is clearly below 8 bits; mantissas normally are not."""
     middle = max(len(plane) - _SAMPLE_BYTES, 0) // 2
-    sample = np.frombuffer(plane[middle : middle + _SAMPLE_BYTES], u1)
-    counts = np.bincount(sample)
-    counts = counts[counts > 0]
+    sample = np.frombuffer(plane, u1)[middle : middle + _SAMPLE_BYTES]
     total = len(sample)
     if total < 64:
         return True
-    entropy = float(np.log2(total) - (counts * np.log2(counts)).sum() / total)
-    return entropy < min(7.0, 0.85 * np.log2(total))
+    entropy = _COUNT_LOG2[total] - _COUNT_LOG2[np.bincount(sample)].sum()
+    return float(entropy) < total * min(7.0, 0.85 * np.log2(total))
 
 
-def symbol_section(plane: np.ndarray) -> list[bytes]:
-    """A section of symbols: Huffman-coded, or what else is smaller or can be written here."""
+def symbol_section(plane: np.ndarray) -> list[Buffer]:
+    """A section of symbols: Huffman-coded where that can be written, or zstd.
+
+    Like those of ``section``, its bytes may lie in a buffer that this thread uses again.
+    """
     packed = local.plane("packed", len(plane))
     size = huffman.encode(plane, packed)
-    if not size:
-        return section(plane, zstd=True)
-    return [SECTION.pack(HUFFMAN, size), packed[:size].tobytes()]
+    coded = [SECTION.pack(HUFFMAN, size), packed[:size]]
+    if size and len(plane) >= _SURELY_HUFFMAN:
+        return coded
+    other = section(plane, zstd=True)
+    return coded if 0 < size < len(other[1]) else other
 
 
-def section(plane: bytes | np.ndarray, *, zstd: bool) -> list[bytes]:
+def section(plane: bytes | np.ndarray, *, zstd: bool) -> list[Buffer]:
     """A section as it is, or as zstd where that is smaller."""
     if zstd:
         packed = local.compressor.compress(plane)
         if len(packed) < len(plane):
             return [SECTION.pack(ZSTD, len(packed)), packed]
-    raw = plane if isinstance(plane, bytes) else plane.tobytes()
-    return [SECTION.pack(RAW, len(raw)), raw]
+    return [SECTION.pack(RAW, len(plane)), plane]
 
 
 class Sections:
