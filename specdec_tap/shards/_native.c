@@ -534,7 +534,10 @@ INLINE void pack_body(uint8_t *rest, size_t quarter)
 }
 
 struct merge {
-    const uint8_t *symbols, *packed, *centres, *signs, *escapes;
+    const uint8_t *coded; /* Huffman code of the symbols, or NULL if `symbols` holds them already */
+    size_t coded_size;
+    uint8_t *symbols;
+    const uint8_t *packed, *centres, *signs, *escapes;
     size_t num_escapes, rows, width;
     uint8_t *last; /* the fourth quarter of the remainders is unpacked to here */
     uint8_t *out;
@@ -591,7 +594,7 @@ INLINE int merge_tile(struct merge *m, size_t first, size_t width)
     return 1;
 }
 
-INLINE int merge_body(struct merge *m)
+INLINE int merge_body(struct merge *m, size_t (*decode_chunk)(const uint8_t *, size_t, uint8_t *, size_t))
 {
     size_t quarter = (m->rows * m->width + 3) / 4;
     const uint8_t *restrict packed = m->packed;
@@ -599,10 +602,22 @@ INLINE int merge_body(struct merge *m)
     for (size_t i = 0; i < quarter; i++)
         last[i] = (uint8_t)((packed[i] & 3) << 6 | (packed[quarter + i] & 3) << 4 |
                             (packed[2 * quarter + i] & 3) << 2);
-    for (size_t first = 0; first < m->width; first += TILE)
-        if (!merge_tile(m, first, m->width - first < TILE ? m->width - first : TILE))
+    /* Chunk by chunk of the code, so that symbols are still in the cache when they are merged. */
+    size_t numbers = m->rows * m->width, first = 0;
+    for (size_t known = m->coded ? 0 : numbers; first < m->width;) {
+        size_t width = m->width - first < TILE ? m->width - first : TILE;
+        while (known < (first + width) * m->rows) {
+            size_t count = numbers - known < CHUNK ? numbers - known : CHUNK;
+            size_t took = decode_chunk(m->coded, m->coded_size, m->symbols + known, count);
+            if (!took)
+                return 0;
+            m->coded += took, m->coded_size -= took, known += count;
+        }
+        if (!merge_tile(m, first, width))
             return 0;
-    return m->num_escapes == 0;
+        first += width;
+    }
+    return m->num_escapes == 0 && m->coded_size == 0;
 }
 
 /* ---- one copy of each loop for each instruction set ------------------------------------------------ */
@@ -634,7 +649,7 @@ struct loops {
     }                                                                                                      \
     target static int merge_##suffix(struct merge *m)                                                \
     {                                                                                                      \
-        return merge_body(m);                                                                              \
+        return merge_body(m, decode_chunk_##suffix);                                                                              \
     }                                                                                                      \
     static const struct loops loops_##suffix = {encode_chunk_##suffix, decode_chunk_##suffix,              \
                                                 split_##suffix, pack_##suffix, merge_##suffix};
@@ -771,24 +786,37 @@ static PyObject *pack_six(PyObject *self, PyObject *args)
 static PyObject *merge(PyObject *self, PyObject *args)
 {
     (void)self;
-    Py_buffer symbols, packed, centres, signs, escapes, last, out;
+    Py_buffer coded, symbols, packed, centres, signs, escapes, last, out;
     Py_ssize_t rows, width;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*y*w*w*nn", &symbols, &packed, &centres, &signs, &escapes, &last, &out,
-                          &rows, &width))
+    if (!PyArg_ParseTuple(args, "z*y*y*y*y*y*w*w*nn", &coded, &symbols, &packed, &centres, &signs, &escapes, &last,
+                          &out, &rows, &width))
         return NULL;
     int fits = rows > 0 && width > 0 && width % GROUP == 0 && width <= PY_SSIZE_T_MAX / 4 / rows;
     Py_ssize_t numbers = fits ? rows * width : 0, quarter = (numbers + 3) / 4;
     fits = fits && symbols.len == numbers && packed.len == 3 * quarter && centres.len == width &&
-           signs.len == width / 8 && last.len >= quarter && out.len == 2 * numbers;
+           signs.len == width / 8 && last.len >= quarter && out.len == 2 * numbers &&
+           !(coded.buf && symbols.readonly);
     int good = 0;
     if (fits) {
-        struct merge m = {symbols.buf,  packed.buf,   centres.buf,   signs.buf, escapes.buf, (size_t)escapes.len,
-                          (size_t)rows, (size_t)width, last.buf, out.buf};
+        struct merge m = {
+            .coded = coded.buf,
+            .coded_size = coded.buf ? (size_t)coded.len : 0,
+            .symbols = symbols.buf,
+            .packed = packed.buf,
+            .centres = centres.buf,
+            .signs = signs.buf,
+            .escapes = escapes.buf,
+            .num_escapes = (size_t)escapes.len,
+            .rows = (size_t)rows,
+            .width = (size_t)width,
+            .last = last.buf,
+            .out = out.buf,
+        };
         Py_BEGIN_ALLOW_THREADS
         good = best->merge(&m);
         Py_END_ALLOW_THREADS
     }
-    Py_ssize_t num_escapes = escapes.len;
+    PyBuffer_Release(&coded);
     PyBuffer_Release(&symbols);
     PyBuffer_Release(&packed);
     PyBuffer_Release(&centres);
@@ -799,8 +827,7 @@ static PyObject *merge(PyObject *self, PyObject *args)
     if (!fits)
         return PyErr_Format(PyExc_ValueError, "merge: sizes do not fit each other");
     if (!good)
-        return PyErr_Format(PyExc_ValueError, "%zd escapes are not as many as symbols that need one",
-                            num_escapes);
+        return PyErr_Format(PyExc_ValueError, "Huffman code or escapes are damaged");
     Py_RETURN_NONE;
 }
 
@@ -813,7 +840,7 @@ static PyMethodDef methods[] = {
      "split_layer(layer, first, width, centred, centres, signs, symbols, rest, escapes, num_escapes) -> escapes"},
     {"pack_six", pack_six, METH_VARARGS, "pack_six(rest): four quarters of remainders to three, in place"},
     {"merge", merge, METH_VARARGS,
-     "merge(symbols, packed, centres, signs, escapes, scratch, out, rows, width): inverse of the split"},
+     "merge(coded or None, symbols, packed, centres, signs, escapes, scratch, out, rows, width): inverse of the split"},
     {NULL, NULL, 0, NULL},
 };
 

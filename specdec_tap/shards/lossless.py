@@ -211,18 +211,22 @@ def decode_lossless(sections: Sections, rows: int, width: int, dtype: str) -> np
     group = 8 if width % 8 == 0 else 1
     centres = sections.take(width, "centres")
     signs = sections.take(-(-width // 8), "signs")
-    symbols = sections.take(numbers, "symbols")
     quarter = -(-numbers // 4)
     result = np.empty((rows, width), u2)
     if huffman.native and not half and group == 8:
+        coded = sections.take_coded("symbols")
+        symbols = sections.take(numbers, "symbols") if coded is None else local.plane("symbols", numbers)
         escapes = sections.take_some(numbers, "escapes")
         packed = sections.take(3 * quarter, "remainders")
         scratch = local.plane("rest", quarter)
         try:
-            huffman.native.merge(symbols, packed, centres, signs, escapes, scratch, result, rows, width)
+            huffman.native.merge(
+                coded, symbols, packed, centres, signs, escapes, scratch, result, rows, width
+            )  # fmt: skip
         except ValueError as err:
             raise CorruptShardError(f"block's numbers do not decode ({err})") from err
         return _with_low_halves(result, sections) if dtype == "float32" else result
+    symbols = sections.take(numbers, "symbols")
     centres = centres.astype(u2)
     signs = np.unpackbits(signs, bitorder="little")[:width].astype(u2)
     if half:

@@ -179,6 +179,15 @@ class Sections:
             f"block's {what} have mode {mode} and {len(data):,} bytes; expected {expected_bytes:,}"
         )
 
+    def take_coded(self, what: str) -> memoryview | None:
+        """Data of a section in mode 3, not decoded; None, and nothing taken, if it is in another mode."""
+        at = self._at
+        mode, data = self._next(what)
+        if mode == HUFFMAN:
+            return data
+        self._at = at
+        return None
+
     def take_some(self, most_bytes: int, what: str) -> np.ndarray:
         """uint8 of a raw section whose length only its prefix tells."""
         mode, data = self._next(what)

@@ -230,11 +230,21 @@ def test_sizes_that_do_not_fit_are_refused_by_the_compiled_functions():
     with pytest.raises(ValueError, match="sizes"):
         COMPILED.split_layer(layer, 0, 8, 1, plane, plane, plane[:31], plane, plane, 0)
     with pytest.raises(ValueError, match="sizes"):
-        COMPILED.merge(plane[:32], plane[:24], plane[:8], plane[:1], b"", plane, layer.reshape(-1)[:31], 4, 8)
-    with pytest.raises(ValueError, match="escapes"):
-        COMPILED.merge(plane[:32], plane[:24], plane[:8], plane[:1], b"x", plane, layer.reshape(-1), 4, 8)
+        COMPILED.merge(
+            None, plane[:32], plane[:24], plane[:8], plane[:1], b"", plane, layer.reshape(-1)[:31], 4, 8
+        )
+    with pytest.raises(ValueError, match="escapes are damaged"):
+        COMPILED.merge(
+            None, plane[:32], plane[:24], plane[:8], plane[:1], b"x", plane, layer.reshape(-1), 4, 8
+        )
     with pytest.raises(ValueError, match="sizes"):
-        COMPILED.merge(plane[:32], plane[:24], plane[:8], plane[:1], b"", plane, layer, 1 << 62, 1 << 62)
+        COMPILED.merge(
+            None, plane[:32], plane[:24], plane[:8], plane[:1], b"", plane, layer, 1 << 62, 1 << 62
+        )
+    with pytest.raises(ValueError, match="sizes"):
+        COMPILED.merge(b"x", bytes(32), plane[:24], plane[:8], plane[:1], b"", plane, layer, 4, 8)
+    with pytest.raises(ValueError, match="damaged"):
+        COMPILED.merge(b"", plane[:32], plane[:24], plane[:8], plane[:1], b"", plane, layer, 4, 8)
 
 
 @needs_compiled
