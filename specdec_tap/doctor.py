@@ -21,6 +21,7 @@ from . import plan
 from .config import TapConfig
 from .errors import ConfigError, InputError
 from .serving import is_cpu_build, vllm_version
+from .shards import huffman
 from .vllm_plugin.support import version_problem, version_warning
 
 Status = Literal["ok", "warn", "fail"]
@@ -89,6 +90,11 @@ def check_versions(report: Report) -> bool:
     if is_cpu_build() and (extra := [name for name in UNMATCHED if _version(name)]):
         names = " ".join(extra)
         report.add("extras", "warn", f"{names} may not match torch {torch}: run 'pip uninstall {names}'")
+    if huffman.native:
+        report.add("codec", "ok", "shards are encoded and decoded by compiled code")
+    else:
+        detail = "the shard codec is not compiled and several times slower; reinstall where gcc or clang is"
+        report.add("codec", "warn", detail)
     _check_plugin(report)
     return version is not None and version_problem(version) is None
 

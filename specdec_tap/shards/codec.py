@@ -6,7 +6,7 @@ and infinity survive ``lossless`` bit by bit.
 
 ``lossless`` keeps every bit (lossless.py). ``fp8`` and ``int8`` keep about 2.6 % and 1.5 % of error per
 number (lossy.py). ``docs/format.md`` has the layouts. All functions are pure and safe to call from
-several threads; zstd releases the GIL.
+several threads; zstd and the compiled code release the GIL.
 """
 
 from __future__ import annotations

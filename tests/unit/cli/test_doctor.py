@@ -166,11 +166,19 @@ def test_a_nearly_full_disk_is_a_failed_check(tmp_path):
     assert "capture stops below min_free_bytes" in find(report, "disk").detail
 
 
+def test_a_codec_that_was_not_compiled_is_named(monkeypatch):
+    from specdec_tap.shards import huffman
+
+    for native, status in ((None, "warn"), (huffman, "ok")):
+        monkeypatch.setattr(huffman, "native", native)
+        assert find(doctor.diagnose(None, None, env={}), "codec").status == status
+
+
 def test_the_report_is_json(tmp_path, capsys):
     assert main(["doctor", "--dir", str(tmp_path), "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True
-    assert {"python", "vllm", "torch", "plugin", "settings", "directory", "disk"} == {
+    assert {"python", "vllm", "torch", "codec", "plugin", "settings", "directory", "disk"} == {
         check["name"] for check in report["checks"]
     }
 
