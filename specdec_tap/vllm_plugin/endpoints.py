@@ -8,7 +8,6 @@ rank without a file on this host, is a call into the workers.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -60,8 +59,16 @@ class TapEndpoints:
         gate = Gate(token, public_read=config is not None and config.public_status)
         reader = StatusEndpoint(self._backend, gate)
         app.include_router(control_router(self._backend, gate, reader=reader, logger=logger))
-        # Later: what is added last is asked first, and vLLM adds its middleware after this.
-        self._add_shortcut = lambda: app.add_middleware(Shortcut, reader=reader)
+
+        def add_shortcut() -> None:
+            # Later: what is added last is asked first, and vLLM adds its middleware after this; it may even
+            # have built the whole stack by then.
+            if app.middleware_stack is None:
+                app.add_middleware(Shortcut, reader=reader)
+            else:
+                app.middleware_stack = Shortcut(app.middleware_stack, reader)
+
+        self._add_shortcut = add_shortcut
         if config is not None:
             self._expose_metrics(app)
         if token is None:
@@ -73,8 +80,7 @@ class TapEndpoints:
         """Take the engine."""
         assert self._backend is not None, "vLLM attaches the routes first"
         self._backend.engine = engine_client
-        with contextlib.suppress(RuntimeError):  # the application runs already: the route answers instead
-            self._add_shortcut()
+        self._add_shortcut()
 
     def _expose_metrics(self, app: FastAPI) -> None:
         from . import metrics
