@@ -212,21 +212,19 @@ INLINE size_t encode_chunk_body(const uint8_t *in, size_t count, uint8_t *out, s
     }
     /* A flush writes 8 bytes; the 40 symbols that are left have at least 10 in every stream. */
     size_t steps = common > 40 ? (common - 40) / 4 : 0;
-    for (size_t half = 0; half < STREAMS; half += 4) {
-        struct writer a = w[half], b = w[half + 1], c = w[half + 2], d = w[half + 3];
+    /* Two at a time, as many as fit the registers. */
+    for (size_t s = 0; s < STREAMS; s += 2) {
+        struct writer a = w[s], b = w[s + 1];
         for (size_t i = 0; i < 4 * steps; i += 4) {
+#pragma GCC unroll 4
             for (size_t k = 0; k < 4; k++) {
                 put(&a, table[a.in[i + k]]);
                 put(&b, table[b.in[i + k]]);
-                put(&c, table[c.in[i + k]]);
-                put(&d, table[d.in[i + k]]);
             }
             flush(&a);
             flush(&b);
-            flush(&c);
-            flush(&d);
         }
-        w[half] = a, w[half + 1] = b, w[half + 2] = c, w[half + 3] = d;
+        w[s] = a, w[s + 1] = b;
     }
     for (size_t s = 0; s < STREAMS; s++) {
         w[s].in += 4 * steps;
