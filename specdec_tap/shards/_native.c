@@ -40,6 +40,12 @@ INLINE void store64(uint8_t *at, uint64_t value)
     memcpy(at, &value, 8);
 }
 
+/* Payloads come from memory or a file: ask for what a stream needs some hundred cycles from now. */
+INLINE void prefetch(const uint8_t *at)
+{
+    __builtin_prefetch((const void *)((uintptr_t)at + 512));
+}
+
 /* ---- Huffman coder ------------------------------------------------------------------------------ */
 
 enum {
@@ -258,7 +264,7 @@ INLINE ptrdiff_t safe_steps(const struct reader *r)
 
 /* Decode streams side by side until one of them is near its end. The lookups take turns: one stream's
  * must wait for each other. */
-INLINE void decode_streams(struct reader *readers, const int streams, const uint64_t *table)
+INLINE void decode_streams(struct reader *readers, const int streams, const uint64_t *table, uintptr_t next)
 {
     uint64_t bits[STREAMS];
     const uint8_t *in[STREAMS];
@@ -272,11 +278,13 @@ INLINE void decode_streams(struct reader *readers, const int streams, const uint
         }
         if (!steps)
             return;
-        for (; steps; steps--) {
+        for (; steps; steps--, next += 64) {
+            __builtin_prefetch((const void *)next);
 #pragma GCC unroll 8
             for (int s = 0; s < streams; s++) {
                 unsigned used = (unsigned)__builtin_clzll(bits[s]);
                 in[s] += used >> 3;
+                prefetch(in[s]);
                 bits[s] = (load64(in[s]) | MARK) >> (used & 7);
             }
 #pragma GCC unroll 5
@@ -325,8 +333,9 @@ INLINE uint64_t prepend(unsigned single, uint64_t rest)
     return symbols + (rest & ~(uint64_t)0xFFFFFFFFFFFF) + ((uint64_t)1 << 56) + ((uint64_t)(single >> 8) << 48);
 }
 
-/* Bytes that the chunk took, or 0 if it is not one that holds `count` symbols. */
-INLINE size_t decode_chunk_body(const uint8_t *in, size_t size, uint8_t *out, size_t count)
+/* Bytes that the chunk took, or 0 if it is not one that holds `count` symbols. `next` is what the caller reads
+ * afterwards; it is fetched into the cache meanwhile. */
+INLINE size_t decode_chunk_body(const uint8_t *in, size_t size, uint8_t *out, size_t count, const uint8_t *next)
 {
     if (size < CHUNK_HEAD)
         return 0;
@@ -383,11 +392,11 @@ INLINE size_t decode_chunk_body(const uint8_t *in, size_t size, uint8_t *out, si
             MARK, at, out + stream_start(count, s), at, at + sizes[s], out + stream_start(count, s + 1)};
         at += sizes[s];
     }
-    decode_streams(readers, STREAMS, whole);
-    decode_streams(readers, STREAMS / 2, whole);
-    decode_streams(readers + STREAMS / 2, STREAMS / 2, whole);
+    decode_streams(readers, STREAMS, whole, (uintptr_t)next);
+    decode_streams(readers, STREAMS / 2, whole, (uintptr_t)in);
+    decode_streams(readers + STREAMS / 2, STREAMS / 2, whole, (uintptr_t)in);
     for (size_t s = 0; s < STREAMS; s++) {
-        decode_streams(&readers[s], 1, whole);
+        decode_streams(&readers[s], 1, whole, (uintptr_t)in);
         if (!finish_reader(&readers[s], single))
             return 0;
     }
@@ -592,25 +601,25 @@ INLINE int merge_tile(struct merge *m, size_t first, size_t width)
     return 1;
 }
 
-INLINE int merge_body(struct merge *m, size_t (*decode_chunk)(const uint8_t *, size_t, uint8_t *, size_t))
+INLINE int merge_body(struct merge *m, size_t (*decode_chunk)(const uint8_t *, size_t, uint8_t *, size_t, const uint8_t *))
 {
     size_t quarter = (m->rows * m->width + 3) / 4;
     const uint8_t *restrict packed = m->packed;
     uint8_t *restrict last = m->last;
-    for (size_t i = 0; i < quarter; i++)
-        last[i] = (uint8_t)((packed[i] & 3) << 6 | (packed[quarter + i] & 3) << 4 |
-                            (packed[2 * quarter + i] & 3) << 2);
     /* Chunk by chunk of the code, so that symbols are still in the cache when they are merged. */
     size_t numbers = m->rows * m->width, first = 0;
     for (size_t known = m->coded ? 0 : numbers; first < m->width;) {
         size_t width = m->width - first < TILE ? m->width - first : TILE;
         while (known < (first + width) * m->rows) {
             size_t count = numbers - known < CHUNK ? numbers - known : CHUNK;
-            size_t took = decode_chunk(m->coded, m->coded_size, m->symbols + known, count);
+            size_t took = decode_chunk(m->coded, m->coded_size, m->symbols + known, count, m->packed + known / 4 * 3);
             if (!took)
                 return 0;
             m->coded += took, m->coded_size -= took, known += count;
         }
+        for (size_t i = 0; first == 0 && i < quarter; i++)
+            last[i] = (uint8_t)((packed[i] & 3) << 6 | (packed[quarter + i] & 3) << 4 |
+                                (packed[2 * quarter + i] & 3) << 2);
         if (!merge_tile(m, first, width))
             return 0;
         first += width;
@@ -622,7 +631,7 @@ INLINE int merge_body(struct merge *m, size_t (*decode_chunk)(const uint8_t *, s
 
 struct loops {
     size_t (*encode_chunk)(const uint8_t *, size_t, uint8_t *, size_t);
-    size_t (*decode_chunk)(const uint8_t *, size_t, uint8_t *, size_t);
+    size_t (*decode_chunk)(const uint8_t *, size_t, uint8_t *, size_t, const uint8_t *);
     void (*split)(struct split *, int);
     void (*pack)(uint8_t *, size_t);
     int (*merge)(struct merge *);
@@ -633,9 +642,10 @@ struct loops {
     {                                                                                                      \
         return encode_chunk_body(in, count, out, room);                                                    \
     }                                                                                                      \
-    target static size_t decode_chunk_##suffix(const uint8_t *in, size_t size, uint8_t *out, size_t count)  \
+    target static size_t decode_chunk_##suffix(const uint8_t *in, size_t size, uint8_t *out, size_t count,  \
+                                               const uint8_t *next)                                        \
     {                                                                                                      \
-        return decode_chunk_body(in, size, out, count);                                                    \
+        return decode_chunk_body(in, size, out, count, next);                                                    \
     }                                                                                                      \
     target static void split_##suffix(struct split *s, int centred)                                        \
     {                                                                                                      \
@@ -707,7 +717,7 @@ static PyObject *huffman_decode(PyObject *self, PyObject *args)
     for (; good && at < (size_t)out.len; at += CHUNK) {
         size_t count = (size_t)out.len - at < CHUNK ? (size_t)out.len - at : CHUNK;
         size_t took = best->decode_chunk((const uint8_t *)in.buf + size, (size_t)in.len - size,
-                                         (uint8_t *)out.buf + at, count);
+                                         (uint8_t *)out.buf + at, count, in.buf);
         good = took > 0;
         size += took;
     }
