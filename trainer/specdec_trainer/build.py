@@ -206,6 +206,10 @@ def loss_rows(
     """Draft ids that the training loss is taken over, ascending; None for all of them."""
     mine = counts if draft_ids is None else counts[draft_ids]
     size = config.loss_vocab_size
+    if size is None and not ALGORITHMS[config.algorithm].reducible:
+        size = automatic_size(
+            counts, smallest=config.min_draft_vocab_size, largest=config.max_draft_vocab_size
+        )
     if size is None or config.train_lm_head or size >= len(mine):
         return None
     always = end_tokens(target)

@@ -46,8 +46,9 @@ class TrainConfig:
     min_draft_vocab_size: int = 8192
     """Lower bound of the automatic draft vocabulary; smaller target vocabularies are drafted whole."""
     loss_vocab_size: int | None = None
-    """Rows of a frozen head over which the loss is taken, the most used ones; None takes all. Rows left out
-    cost nothing in training, but nothing teaches the drafter to avoid them."""
+    """Rows of a frozen head over which the loss is taken, the most used ones. Rows left out cost nothing in
+    training, but nothing teaches the drafter to avoid them. None takes all; for eagle1 and medusa, which
+    propose from the whole vocabulary, as many as an automatic draft vocabulary would have."""
     aux_layer_ids: str | None = None
     """Which of the captured layers are the drafter's input, such as 2,15,27; None takes all of them."""
     norm_before_residual: bool = True

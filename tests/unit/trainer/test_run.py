@@ -341,3 +341,13 @@ def test_loss_over_part_of_a_frozen_head_evaluates_over_all_of_it(target: Path, 
     assert load_file(result.drafter / "model.safetensors")["lm_head.weight"].shape[0] == 40
     trained = go(target, tmp_path / "head", loss_vocab_size=20, epochs=1, train_lm_head=True)
     assert trained.facts["loss_vocab_size"] == 40
+
+
+def test_a_whole_head_is_trained_over_what_traffic_uses(target: Path, tmp_path: Path) -> None:
+    def rows(**more) -> tuple[int, int]:
+        facts = go(target, tmp_path / f"{len(more)}", algorithm="medusa", epochs=1, **more).facts
+        return facts["draft_vocab_size"], facts["loss_vocab_size"]
+
+    assert rows() == (40, 40)  # smaller than any automatic draft vocabulary
+    assert rows(min_draft_vocab_size=4, max_draft_vocab_size=16) == (40, 16)
+    assert rows(min_draft_vocab_size=4, max_draft_vocab_size=16, loss_vocab_size=20) == (40, 20)
