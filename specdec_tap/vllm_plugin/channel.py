@@ -32,6 +32,7 @@ WRITER_END_TIMEOUT_S = 120.0
 RESTART_INTERVAL_S = 5.0
 IDLE_INTERVAL_S = 1.0
 PUMP_INTERVAL_S = 0.02
+OPENMP_PREFIXES = ("GOMP_", "KMP_", "OMP_")
 
 
 class Ticket(Protocol):
@@ -209,6 +210,7 @@ class WriterChannel:
                 with unpinned():
                     process = subprocess.Popen(
                         command,
+                        env=environment(),
                         pass_fds=(theirs.fileno(), self._ring.fd),
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,
@@ -231,6 +233,13 @@ class WriterChannel:
                 process.wait()
         ours.settimeout(None)
         return ours, header
+
+
+def environment() -> dict[str, str]:
+    """The worker's environment without what is meant for its own compute threads: vLLM's CPU backend preloads
+    libgomp and gives it a list of cores, to which it pins whatever is started, before its first instruction.
+    """
+    return {name: value for name, value in os.environ.items() if not name.startswith(OPENMP_PREFIXES)}
 
 
 @contextlib.contextmanager
