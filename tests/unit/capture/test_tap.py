@@ -307,9 +307,8 @@ def test_requests_without_any_step_do_not_look_like_a_quiet_server(start):
 
 
 def test_the_writer_is_not_pinned_like_the_worker(start, tmp_path, monkeypatch):
-    """vLLM pins its workers on a CPU; a writer that began on a busy worker's core took half a minute, one that
-    stayed there lost nine tenths of all requests. vLLM does it twice: to the threads, and in the environment.
-    """
+    """vLLM pins its workers on a CPU, their threads and by the environment: a writer that began on a busy
+    worker's core took half a minute, one that stayed there lost nine tenths of all requests."""
     before = os.sched_getaffinity(0)
     pinned = {min(before)}
     os.sched_setaffinity(0, pinned)
@@ -319,7 +318,8 @@ def test_the_writer_is_not_pinned_like_the_worker(start, tmp_path, monkeypatch):
     monkeypatch.setenv("GOMP_CPU_AFFINITY", str(min(before)))
     try:
         writer = writer_pid(start(), tmp_path)
-        assert os.sched_getaffinity(writer) == os.sched_getaffinity(os.getppid())
+        allowed = os.sched_getaffinity(os.getppid())
+        assert os.sched_getaffinity(writer) == (allowed - pinned or allowed)
         assert os.sched_getaffinity(0) == pinned
     finally:
         os.sched_setaffinity(0, before)
