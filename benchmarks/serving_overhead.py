@@ -256,7 +256,7 @@ class Bench:
                 path.unlink()
 
     def window(self, server: VllmServer, seed: int, concurrency: int, pids: dict[str, int | None]) -> Window:
-        count = max(concurrency, self.args.requests)
+        count = max(24, self.args.requests * concurrency // max(self.args.concurrency))
         before = {name: cpu_seconds(pid) for name, pid in pids.items()}
         window = asyncio.run(send(server.url, self.prompts(seed, count), concurrency, self.args.max_tokens))
         window.cpu_s = {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}
@@ -370,7 +370,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--pairs", type=int, default=5, help="servers of each kind (5)")
     parser.add_argument("--windows", type=int, default=12, help="windows of each kind per concurrency (12)")
-    parser.add_argument("--requests", type=int, default=32, help="requests of one window, at least (32)")
+    parser.add_argument(
+        "--requests", type=int, default=128,
+        help="requests of one window at the highest concurrency; at a lower one fewer, but 24 (128)",
+    )  # fmt: skip
     parser.add_argument("--max-tokens", type=int, default=48, help="tokens of each answer (48)")
     parser.add_argument(
         "--hidden-sizes", type=lambda text: [int(h) for h in text.split(",")], default=[64, 576, 4096]
