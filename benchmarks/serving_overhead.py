@@ -5,8 +5,9 @@ Three measurements, one JSON line:
 - ``hook``: the tap's two hooks on steps of 256 requests as both of vLLM's runners leave them, with the real
   writer process behind.
 - ``windows``: one server; short windows with the tap paused and resumed take turns. Neighbours are compared,
-  so slow drifts of the machine cancel; CPU seconds per token of worker and writer are read from /proc. The
-  model gives its aux states while the tap is paused, too; only the pairs see what that costs.
+  so slow drifts of the machine cancel, and have the same prompts, with vLLM's prefix cache emptied between
+  them; CPU seconds per token of worker and writer are read from /proc. The model gives its aux states while
+  the tap is paused, too; only the pairs see what that costs.
 - ``pairs``: a server without and a server with the tap take turns, with the same prompts.
 
 Noise is given as the middle half of the ratios between neighbouring windows (or runs) of the same kind.
@@ -128,17 +129,23 @@ class Window:
 
 
 async def send(url: str, prompts: Sequence[str], concurrency: int, max_tokens: int) -> Window:
-    """Stream one answer per prompt, ``concurrency`` at a time."""
+    """Stream one answer per prompt, ``concurrency`` at a time.
+
+    Answers have half to one and a half times ``max_tokens`` tokens: if all had the same number, they would
+    end together, and prompts would come in waves that no server sees.
+    """
     import httpx
 
     window = Window()
-    queue = iter(prompts)
+    lengths = random.Random(len(prompts))
+    shortest, longest = (max_tokens + 1) // 2, max_tokens * 3 // 2
+    queue = iter([(prompt, lengths.randint(shortest, longest)) for prompt in prompts])
 
     async def client() -> None:
         async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
-            for prompt in queue:
+            for prompt, length in queue:
                 body = {
-                    "model": "bench", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0,
+                    "model": "bench", "prompt": prompt, "max_tokens": length, "temperature": 0.0,
                     "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
                 }  # fmt: skip
                 last = time.perf_counter()
@@ -210,6 +217,9 @@ def ratios(on: Sequence[Window], off: Sequence[Window]) -> dict[str, Any]:
         ]
         out[f"{name}_ratio"] = round(statistics.median(each), 4)
         out[f"{name}_ratio_interval"] = interval(each)
+        out[f"{name}_ms_off"] = round(
+            1e3 * statistics.median(percentile(getattr(w, values), share) for w in off), 2
+        )
     return out
 
 
@@ -246,7 +256,7 @@ class Bench:
                 path.unlink()
 
     def window(self, server: VllmServer, seed: int, concurrency: int, pids: dict[str, int | None]) -> Window:
-        count = max(concurrency, self.args.requests)
+        count = max(24, self.args.requests * concurrency // max(self.args.concurrency))
         before = {name: cpu_seconds(pid) for name, pid in pids.items()}
         window = asyncio.run(send(server.url, self.prompts(seed, count), concurrency, self.args.max_tokens))
         window.cpu_s = {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}
@@ -264,7 +274,8 @@ class Bench:
                     # on off off on on off ...: neither kind is always first.
                     for on in (True, False) if number % 2 == 0 else (False, True):
                         control(server, "resume" if on else "pause")
-                        seed = 1000 * concurrency + 2 * number + on
+                        post(server, "/reset_prefix_cache")
+                        seed = 1000 * concurrency + number
                         taken[on].append(self.window(server, seed, concurrency, pids))
                         say(f"concurrency {concurrency} window {number} {'on' if on else 'off'}: "
                             f"{taken[on][-1].throughput:.1f} tokens/s")  # fmt: skip
@@ -298,13 +309,17 @@ class Bench:
 
 def control(server: VllmServer, action: str) -> dict[str, Any]:
     """Pause or resume the tap through vLLM's own route for calls to its workers."""
-    body = json.dumps({"method": "specdec_tap_control", "args": [action]}).encode()
-    request = urllib.request.Request(
-        root_url(server.url) + "/collective_rpc", body, {"Content-Type": "application/json"}
-    )
+    answer = post(server, "/collective_rpc", {"method": "specdec_tap_control", "args": [action]})
+    return json.loads(answer)["results"][0]
+
+
+def post(server: VllmServer, path: str, body: dict[str, Any] | None = None) -> bytes:
+    """The answer of one of vLLM's routes for developers."""
+    data = json.dumps(body or {}).encode()
+    request = urllib.request.Request(root_url(server.url) + path, data, {"Content-Type": "application/json"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=60) as response:
-        return json.load(response)["results"][0]
+        return response.read()
 
 
 def cpu_seconds(pid: int | None) -> float:
@@ -355,7 +370,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--pairs", type=int, default=5, help="servers of each kind (5)")
     parser.add_argument("--windows", type=int, default=12, help="windows of each kind per concurrency (12)")
-    parser.add_argument("--requests", type=int, default=32, help="requests of one window, at least (32)")
+    parser.add_argument(
+        "--requests", type=int, default=128,
+        help="requests of one window at the highest concurrency; at a lower one fewer, but 24 (128)",
+    )  # fmt: skip
     parser.add_argument("--max-tokens", type=int, default=48, help="tokens of each answer (48)")
     parser.add_argument(
         "--hidden-sizes", type=lambda text: [int(h) for h in text.split(",")], default=[64, 576, 4096]

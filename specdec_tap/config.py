@@ -100,8 +100,9 @@ class TapConfig:
     upload_remove_local: bool = False
     """True: a sealed shard is removed here once the store has it, but for the newest of a stream."""
 
-    writer_nice: int = 10
-    """Scheduling niceness of the writer process, 0 to 19: serving comes first on a busy CPU."""
+    writer_nice: int = 5
+    """Scheduling niceness of the writer process, 0 to 19: serving comes first on a busy CPU. At 5 the writer
+    still gets a quarter of a busy core; at 10 it could not keep up beside a small model on two cores."""
 
     strict: bool = True
     """True: a server whose model or vLLM cannot be tapped refuses to start. False: it serves

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 from ..capture import protocol
@@ -32,6 +33,7 @@ WRITER_END_TIMEOUT_S = 120.0
 RESTART_INTERVAL_S = 5.0
 IDLE_INTERVAL_S = 1.0
 PUMP_INTERVAL_S = 0.02
+OPENMP_PREFIXES = ("GOMP_", "KMP_", "OMP_")
 
 
 class Ticket(Protocol):
@@ -206,9 +208,10 @@ class WriterChannel:
                 ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
                 command = [sys.executable, "-m", "specdec_tap.capture.writer_process"]
                 command += [str(theirs.fileno()), str(self._ring.fd), str(self._ring.size)]
-                with unpinned():
+                with elsewhere():
                     process = subprocess.Popen(
                         command,
+                        env=environment(),
                         pass_fds=(theirs.fileno(), self._ring.fd),
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,
@@ -233,17 +236,37 @@ class WriterChannel:
         return ours, header
 
 
-@contextlib.contextmanager
-def unpinned() -> Iterator[None]:
-    """What is started inside may run on every core that this process's parent may use.
-
-    vLLM pins its workers' threads, on a CPU to the cores that compute: a writer that began there would wait
-    for a busy worker.
+def environment() -> dict[str, str]:
+    """The worker's environment without what is meant for its own compute threads: vLLM's CPU backend preloads
+    libgomp and gives it a list of cores, to which it pins whatever is started, before its first instruction.
     """
-    pinned = os.sched_getaffinity(0)  # of this thread; what it starts inherits it
+    return {name: value for name, value in os.environ.items() if not name.startswith(OPENMP_PREFIXES)}
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """What is started inside runs on the cores of this process's parent to which no thread here is pinned, or
+    on all of the parent's if there are no such.
+
+    vLLM pins its workers' threads, on a CPU to the cores that compute: a writer there would wait for the
+    worker or interrupt it.
+    """
+    own = os.sched_getaffinity(0)  # of this thread; what it starts inherits it
     with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+        allowed = os.sched_getaffinity(os.getppid())
+        os.sched_setaffinity(0, allowed - pinned_cores(allowed) or allowed)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, pinned)
+        os.sched_setaffinity(0, own)
+
+
+def pinned_cores(allowed: set[int]) -> set[int]:
+    """Cores to which threads of this process are pinned that may not use all of ``allowed``."""
+    cores: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            own = os.sched_getaffinity(int(task.name))
+            if own < allowed:
+                cores |= own
+    return cores
