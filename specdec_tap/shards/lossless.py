@@ -3,12 +3,12 @@
 What compresses in a hidden state is its exponent: 2.6 of 8 bits once each channel is centred on its own
 level. The mantissa does not, except that its first bit leans to 0, and the sign does where a channel has
 a mean. So each number becomes a *symbol* of one byte (sign, centred exponent, first mantissa bit), which is
-Huffman-coded, and a *remainder* of six bits, stored as it is. Symbols are ordered in groups of eight
+entropy-coded, and a *remainder* of six bits, stored as it is. Symbols are ordered in groups of eight
 channels: eight move at once, and channels that hardly change show up as repeats.
 
-Speed comes from few passes over buffers that stay in cache. The passes over bfloat16 numbers and the
-Huffman coder are compiled (_native.c); here is the same in NumPy, for float16, odd widths and where nothing
-could be compiled. There zstd codes the symbols, with next to no match search.
+Speed comes from few passes over buffers that stay in cache. Where the compiled codec is, bfloat16 and float32
+take the form of compact.py, which it was made for; here is the form for float16, for small matrices and for
+where nothing could be compiled, in NumPy. There zstd codes the symbols, with next to no match search.
 
 A matrix [n, W] of n rows and W = layers x hidden channels becomes these sections:
 
