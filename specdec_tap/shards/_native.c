@@ -25,6 +25,9 @@
 #define MODERN __attribute__((target("avx2,bmi,bmi2,lzcnt")))
 #endif
 
+/* Modes of sections (sections.py). */
+enum { RAW = 0, HUFFMAN = 3, COMPACT = 4 };
+
 /* Buffers come from anywhere: numbers in them need not be aligned. */
 typedef uint16_t __attribute__((aligned(1), may_alias)) number;
 
@@ -406,15 +409,15 @@ INLINE size_t decode_chunk_body(const uint8_t *in, size_t size, uint8_t *out, si
 /* ---- bfloat16 numbers to symbols and remainders, and back ----------------------------------------- */
 
 enum {
-    GROUP = 8,
     TILE = 256, /* channels; a tile of 64 rows fits the first-level cache */
-    OFFSET = 40,
-    ESCAPE = 63,
+    BELOW = 40 << 7, /* a channel's floor is this far below its level */
+    LIMIT = 63 << 7, /* what is not this near above the floor is an escape */
+    STEP = 64,       /* floors are multiples of it apart */
 };
 
-/* Level of each channel: the mean over the largest of four rows of its exponent; and whether most of its
- * numbers are negative. */
-INLINE void measure_tile(const uint8_t *in, ptrdiff_t stride, size_t rows, size_t width, uint8_t *centres,
+/* Floor of each channel, from the mean over the largest of four rows; and whether most of its numbers are
+ * negative. */
+INLINE void measure_tile(const uint8_t *in, ptrdiff_t stride, size_t rows, size_t width, number *floors,
                          uint8_t *signs)
 {
     uint32_t level[TILE] = {0};
@@ -430,7 +433,7 @@ INLINE void measure_tile(const uint8_t *in, ptrdiff_t stride, size_t rows, size_
             p = (uint16_t)(p << 1), q = (uint16_t)(q << 1), s = (uint16_t)(s << 1), t = (uint16_t)(t << 1);
             p = p > q ? p : q;
             s = s > t ? s : t;
-            level[c] += (uint16_t)(p > s ? p : s) >> 8;
+            level[c] += p > s ? p : s;
         }
     }
     for (size_t r = 4 * quarter; r < rows; r++) {
@@ -439,82 +442,49 @@ INLINE void measure_tile(const uint8_t *in, ptrdiff_t stride, size_t rows, size_
             negative[c] += row[c] >> 15;
     }
     for (size_t c = 0; c < width; c++) {
-        centres[c] = (uint8_t)(level[c] / (uint32_t)quarter);
+        floors[c] = (uint16_t)((level[c] / (uint32_t)(2 * quarter) & ~(uint32_t)(STEP - 1)) - BELOW);
         signs[c] = negative[c] > rows / 2;
     }
-}
-
-INLINE int is_escape(uint8_t symbol)
-{
-    return (symbol & ESCAPE << 1) == ESCAPE << 1;
-}
-
-INLINE int any_escape(const uint8_t *symbols, size_t count)
-{
-    uint8_t found = 0;
-    for (size_t i = 0; i < count; i++)
-        found |= (uint8_t)is_escape(symbols[i]);
-    return found;
-}
-
-/* First escape at or after `at`, or `end`. Few are among many: whole stretches are skipped. */
-INLINE size_t next_escape(const uint8_t *symbols, size_t at, size_t end)
-{
-    while (at < end) {
-        if (at % 256 == 0 && end - at >= 256 && !any_escape(symbols + at, 256))
-            at += 256;
-        else if (at % 32 == 0 && end - at >= 32 && !any_escape(symbols + at, 32))
-            at += 32;
-        else if (is_escape(symbols[at]))
-            return at;
-        else
-            at++;
-    }
-    return end;
 }
 
 struct split {
     const uint8_t *in; /* [rows, width] numbers, `stride` bytes from row to row */
     ptrdiff_t stride;
-    size_t rows, width, rest_stride;
-    uint8_t *centres, *signs, *symbols, *rest; /* at the first channel of `in` */
-    uint8_t *escapes;
-    size_t num_escapes;
+    size_t rows, width, own_stride; /* own_stride: numbers from row to row of what is written */
+    number *floors;
+    uint8_t *signs, *symbols, *rest, *escapes; /* at the first channel of `in` */
 };
 
-/* Symbols and remainders of `width` <= TILE channels from channel `first` on; escapes are appended. */
+/* Symbols and remainders of `width` <= TILE channels from channel `first` on. The exponent of an escape goes
+ * to its number's place in `escapes`. */
 INLINE void split_tile(struct split *s, size_t first, size_t width)
 {
-    const uint8_t *in = s->in + 2 * first;
-    const uint8_t *centres = s->centres + first, *signs = s->signs + first;
-    uint8_t *symbols = s->symbols + s->rows * first, *rest = s->rest + first;
-    size_t rows = s->rows, rest_stride = s->rest_stride;
-    ptrdiff_t stride = s->stride;
-    uint16_t base[TILE], flip[TILE];
-    uint8_t line[TILE];
+    uint16_t floors[TILE], flip[TILE];
     for (size_t c = 0; c < width; c++) {
-        base[c] = (uint16_t)((unsigned)(centres[c] - OFFSET) << 7);
-        flip[c] = (uint16_t)(signs[c] << 15);
+        floors[c] = s->floors[first + c];
+        flip[c] = (uint16_t)(s->signs[first + c] << 15);
     }
-    for (size_t r = 0; r < rows; r++) {
-        const number *restrict row = (const number *)(in + (ptrdiff_t)r * stride);
-        uint8_t *restrict remainders = rest + r * rest_stride;
+    for (size_t r = 0; r < s->rows; r++) {
+        const number *restrict row = (const number *)(s->in + (ptrdiff_t)r * s->stride) + first;
+        uint8_t *restrict symbols = s->symbols + r * s->own_stride + first;
+        uint8_t *restrict rest = s->rest + r * s->own_stride + first;
+        uint16_t highest = 0;
         for (size_t c = 0; c < width; c++) {
-            uint16_t x = row[c], centred = (uint16_t)((x & 0x7FFF) - base[c]);
-            /* What is too large, or was negative, becomes an escape, of which the code below is told. */
-            uint16_t high = centred < ESCAPE << 7 ? centred : ESCAPE << 7;
-            line[c] = (uint8_t)(((x ^ flip[c]) >> 8 & 0x80) | high >> 6);
-            remainders[c] = (uint8_t)(centred << 2);
+            /* What is below the floor wraps around and is too large as well. */
+            uint16_t x = row[c], above = (uint16_t)((x & 0x7FFF) - floors[c]);
+            uint16_t kept = above < LIMIT ? above : LIMIT;
+            highest = kept > highest ? kept : highest;
+            symbols[c] = (uint8_t)(((x ^ flip[c]) >> 8 & 0x80) | kept >> 7);
+            rest[c] = (uint8_t)(above << 1);
         }
-        for (size_t c = 0; c < width; c += GROUP)
-            store64(symbols + c * rows + r * GROUP, load64(line + c));
-    }
-    size_t end = rows * width;
-    for (size_t i = next_escape(symbols, 0, end); i < end; i = next_escape(symbols, i + 1, end)) {
-        size_t row = i / GROUP % rows, channel = i / GROUP / rows * GROUP + i % GROUP;
-        uint16_t x = ((const number *)(in + (ptrdiff_t)row * stride))[channel];
-        symbols[i] |= x >> 6 & 1;
-        s->escapes[s->num_escapes++] = (uint8_t)(x >> 7);
+        if (highest < LIMIT)
+            continue;
+        for (size_t c = 0; c < width; c++) {
+            if ((symbols[c] & 63) == 63) {
+                s->escapes[r * s->own_stride + first + c] = (uint8_t)(row[c] >> 7);
+                rest[c] = (uint8_t)(row[c] << 1);
+            }
+        }
     }
 }
 
@@ -523,108 +493,216 @@ INLINE void split_body(struct split *s, int centred)
     for (size_t first = 0; first < s->width; first += TILE) {
         size_t width = s->width - first < TILE ? s->width - first : TILE;
         if (centred)
-            measure_tile(s->in + 2 * first, s->stride, s->rows, width, s->centres + first, s->signs + first);
+            measure_tile(s->in + 2 * first, s->stride, s->rows, width, s->floors + first, s->signs + first);
         split_tile(s, first, width);
     }
 }
 
-/* Four quarters of remainders (in the high six bits of a byte) to three, in place. */
-INLINE void pack_body(uint8_t *rest, size_t quarter)
+INLINE int any_escape(const uint8_t *symbols, size_t count, uint8_t mask)
 {
-    uint8_t *restrict a = rest, *restrict b = rest + quarter, *restrict c = rest + 2 * quarter;
-    const uint8_t *restrict last = rest + 3 * quarter;
-    for (size_t i = 0; i < quarter; i++) {
-        a[i] |= last[i] >> 6;
-        b[i] |= last[i] >> 4 & 3;
-        c[i] |= last[i] >> 2 & 3;
-    }
+    uint8_t found = 0;
+    for (size_t i = 0; i < count; i++)
+        found |= (uint8_t)((symbols[i] & mask) == mask);
+    return found;
 }
 
-struct merge {
-    const uint8_t *coded; /* Huffman code of the symbols, or NULL if `symbols` holds them already */
-    size_t coded_size;
-    uint8_t *symbols;
-    const uint8_t *packed, *centres, *signs, *escapes;
-    size_t num_escapes, rows, width;
-    uint8_t *last; /* the fourth quarter of the remainders is unpacked to here */
+/* First symbol with all bits of `mask` at or after `at`, or `end`. They are few: whole stretches are skipped. */
+INLINE size_t next_escape(const uint8_t *symbols, size_t at, size_t end, uint8_t mask)
+{
+    while (at < end) {
+        if (at % 256 == 0 && end - at >= 256 && !any_escape(symbols + at, 256, mask))
+            at += 256;
+        else if (at % 32 == 0 && end - at >= 32 && !any_escape(symbols + at, 32, mask))
+            at += 32;
+        else if ((symbols[at] & mask) == mask)
+            return at;
+        else
+            at++;
+    }
+    return end;
+}
+
+/* Eight eighths of remainders (in the high seven bits of a byte) to seven, and escapes one after the other,
+ * in place; how many escapes there are. */
+INLINE size_t pack_body(const uint8_t *symbols, size_t numbers, uint8_t *rest, uint8_t *escapes)
+{
+    size_t eighth = (numbers + 7) / 8;
+    const uint8_t *restrict last = rest + 7 * eighth;
+    for (unsigned p = 0; p < 7; p++) {
+        uint8_t *restrict part = rest + p * eighth;
+        for (size_t i = 0; i < eighth; i++)
+            part[i] |= last[i] >> (7 - p) & 1;
+    }
+    size_t count = 0;
+    for (size_t i = next_escape(symbols, 0, numbers, 63); i < numbers; i = next_escape(symbols, i + 1, numbers, 63))
+        escapes[count++] = escapes[i];
+    return count;
+}
+
+INLINE size_t levels_bytes(size_t width)
+{
+    return 2 + (width + 7) / 8 + (width + 1) / 2;
+}
+
+/* Floors and signs as they are stored: the lowest of the 15 floors that most channels have, signs, how many
+ * steps each floor is above that, and those that are not 0 to 14 steps above; or a floor alone, if it is
+ * everybody's and no signs are inverted. Writes at most levels_bytes(width) + 2 * width bytes and returns how
+ * many. */
+static size_t pack_levels(const number *floors, const uint8_t *signs, size_t width, uint8_t *out)
+{
+    size_t same = 0;
+    while (same < width && floors[same] == floors[0] && !signs[same])
+        same++;
+    if (same == width) {
+        memcpy(out, floors, 2);
+        return 2;
+    }
+    uint32_t counts[(1 << 15) / STEP + 16] = {0};
+    for (size_t c = 0; c < width; c++)
+        counts[(uint16_t)(floors[c] + BELOW) / STEP % ((1 << 15) / STEP)]++;
+    uint32_t inside = 0, most = 0;
+    uint16_t base = 0;
+    for (size_t i = 0; i < (1 << 15) / STEP; i++) {
+        inside += counts[i] - (i >= 15 ? counts[i - 15] : 0);
+        if (inside > most) {
+            most = inside;
+            base = (uint16_t)((i >= 14 ? i - 14 : 0) * STEP - BELOW);
+        }
+    }
+    memset(out, 0, levels_bytes(width));
+    memcpy(out, &base, 2);
+    uint8_t *bits = out + 2, *nibbles = bits + (width + 7) / 8, *other = out + levels_bytes(width);
+    size_t half = (width + 1) / 2;
+    for (size_t c = 0; c < width; c++) {
+        uint16_t above = (uint16_t)(floors[c] - base), steps = above / STEP;
+        if (above % STEP || steps > 14) {
+            uint16_t floor = floors[c];
+            memcpy(other, &floor, 2);
+            other += 2;
+            steps = 15;
+        }
+        bits[c / 8] |= (uint8_t)((signs[c] & 1) << c % 8);
+        nibbles[c < half ? c : c - half] |= (uint8_t)(c < half ? steps : steps << 4);
+    }
+    return (size_t)(other - out);
+}
+
+struct unpack {
+    const uint8_t *levels, *coded, *escapes, *packed;
+    size_t levels_size, coded_size, num_escapes, rows, width;
+    number *shift;    /* [width] */
+    const uint8_t *signs; /* their bits, or NULL if none is inverted */
+    uint8_t *symbols;     /* one chunk */
+    uint8_t *last;      /* the last eighth of the remainders is unpacked to here */
     uint8_t *out;
 };
 
-/* Numbers of `width` <= TILE channels from channel `first` on; takes its escapes. 0 if there are too few. */
-INLINE int merge_tile(struct merge *m, size_t first, size_t width)
+/* What is added to each channel's numbers: its floor, and 0x8000, which inverts the sign bit and nothing
+ * else, where its signs are inverted. */
+INLINE int unpack_levels(struct unpack *u)
 {
-    size_t rows = m->rows, three = (m->rows * m->width + 3) / 4 * 3;
-    const uint8_t *symbols = m->symbols + first * rows;
-    uint16_t shift[TILE];
-    uint8_t lines[GROUP][TILE], straddling[TILE];
-    for (size_t c = 0; c < width; c += 8) {
-        uint16_t signs = m->signs[(first + c) / 8];
-        for (size_t i = 0; i < 8; i++)
-            /* Adding 0x8000 inverts the sign bit and nothing else. */
-            shift[c + i] = (uint16_t)(((unsigned)(m->centres[first + c + i] - OFFSET) << 7) +
-                                      ((unsigned)signs << (15 - i) & 0x8000));
+    number *restrict shift = u->shift;
+    size_t width = u->width, half = (width + 1) / 2;
+    uint16_t base;
+    if (u->levels_size < 2)
+        return 0;
+    memcpy(&base, u->levels, 2);
+    u->signs = NULL;
+    if (u->levels_size == 2) {
+        for (size_t c = 0; c < width; c++)
+            shift[c] = base;
+        return 1;
     }
-    for (size_t start = 0; start < rows; start += GROUP) {
-        size_t some = rows - start < GROUP ? rows - start : GROUP;
-        for (size_t c = 0; c < width; c += GROUP)
-            for (size_t r = 0; r < some; r++)
-                store64(lines[r] + c, load64(symbols + c * rows + (start + r) * GROUP));
-        for (size_t r = 0; r < some; r++) {
-            size_t at = (start + r) * m->width + first;
-            const uint8_t *rest = m->packed + at;
-            if (at >= three) {
-                rest = m->last + (at - three);
-            } else if (at + width > three) {
-                memcpy(straddling, rest, three - at);
-                memcpy(straddling + (three - at), m->last, width - (three - at));
-                rest = straddling;
-            }
-            number *restrict out = (number *)m->out + at;
-            for (size_t c = 0; c < width; c++) {
-                /* Sign, six exponent bits, seven of mantissa, two of others: spread the sign over the two
-                 * missing exponent bits, clear those, and the sign bit is in its place. */
-                int16_t x = (int16_t)(uint16_t)(lines[r][c] << 8 | rest[c]);
-                out[c] = (uint16_t)(((uint16_t)(x >> 2) & 0x9FFF) + shift[c]);
-            }
+    if (u->levels_size < levels_bytes(width))
+        return 0;
+    const uint8_t *restrict bits = u->levels + 2, *restrict nibbles = bits + (width + 7) / 8;
+    uint32_t fifteens = 0;
+    for (size_t c = 0; c < half; c++) {
+        shift[c] = (uint16_t)(base + (nibbles[c] & 15) * STEP);
+        fifteens += (nibbles[c] & 15) == 15;
+    }
+    for (size_t c = 0; c < width - half; c++) {
+        shift[half + c] = (uint16_t)(base + (nibbles[c] >> 4) * STEP);
+        fifteens += nibbles[c] >> 4 == 15;
+    }
+    if (u->levels_size - levels_bytes(width) != 2 * (size_t)fifteens)
+        return 0;
+    const uint8_t *other = u->levels + levels_bytes(width);
+    for (size_t c = 0; fifteens && c < width; c++) {
+        if ((c < half ? nibbles[c] & 15 : nibbles[c - half] >> 4) == 15) {
+            memcpy(&shift[c], other, 2);
+            other += 2;
+            fifteens--;
         }
     }
-    size_t end = rows * width;
-    for (size_t i = next_escape(symbols, 0, end); i < end; i = next_escape(symbols, i + 1, end)) {
-        if (!m->num_escapes)
-            return 0;
-        size_t row = i / GROUP % rows, channel = first + i / GROUP / rows * GROUP + i % GROUP;
-        number *out = (number *)m->out + row * m->width + channel;
-        unsigned sign = (symbols[i] >> 7) ^ (m->signs[channel / 8] >> channel % 8 & 1);
-        *out = (uint16_t)(sign << 15 | (unsigned)*m->escapes++ << 7 | (*out & 0x7F));
-        m->num_escapes--;
-    }
+    u->signs = bits;
+    size_t whole = width / 8 * 8;
+    for (size_t c = 0; c < whole; c += 8)
+        for (size_t i = 0; i < 8; i++)
+            shift[c + i] ^= (uint16_t)((unsigned)bits[c / 8] << (15 - i) & 0x8000);
+    for (size_t c = whole; c < width; c++)
+        shift[c] ^= (uint16_t)((unsigned)bits[c / 8] << (15 - c % 8) & 0x8000);
     return 1;
 }
 
-INLINE int merge_body(struct merge *m, size_t (*decode_chunk)(const uint8_t *, size_t, uint8_t *, size_t, const uint8_t *))
+/* The numbers of `count` symbols, the first of them in channel `channel`. */
+INLINE void merge(const uint8_t *restrict symbols, const uint8_t *restrict rest, const number *restrict shift,
+                  number *restrict out, size_t count)
 {
-    size_t quarter = (m->rows * m->width + 3) / 4;
-    const uint8_t *restrict packed = m->packed;
-    uint8_t *restrict last = m->last;
-    /* Chunk by chunk of the code, so that symbols are still in the cache when they are merged. */
-    size_t numbers = m->rows * m->width, first = 0;
-    for (size_t known = m->coded ? 0 : numbers; first < m->width;) {
-        size_t width = m->width - first < TILE ? m->width - first : TILE;
-        while (known < (first + width) * m->rows) {
-            size_t count = numbers - known < CHUNK ? numbers - known : CHUNK;
-            size_t took = decode_chunk(m->coded, m->coded_size, m->symbols + known, count, m->packed + known / 4 * 3);
-            if (!took)
-                return 0;
-            m->coded += took, m->coded_size -= took, known += count;
-        }
-        for (size_t i = 0; first == 0 && i < quarter; i++)
-            last[i] = (uint8_t)((packed[i] & 3) << 6 | (packed[quarter + i] & 3) << 4 |
-                                (packed[2 * quarter + i] & 3) << 2);
-        if (!merge_tile(m, first, width))
-            return 0;
-        first += width;
+    for (size_t i = 0; i < count; i++) {
+        /* Sign, 0, six bits of exponent, seven of mantissa, another: halved, the sign fills the two bits
+         * above the exponent; without these, the sign bit is in its place. */
+        int16_t x = (int16_t)(uint16_t)(symbols[i] << 8 | rest[i]);
+        out[i] = (uint16_t)(((uint16_t)(x >> 1) & 0x9FFF) + shift[i]);
     }
-    return m->num_escapes == 0 && m->coded_size == 0;
+}
+
+INLINE int unpack_body(struct unpack *u,
+                       size_t (*decode_chunk)(const uint8_t *, size_t, uint8_t *, size_t, const uint8_t *))
+{
+    size_t numbers = u->rows * u->width, eighth = (numbers + 7) / 8;
+    number *out = (number *)u->out;
+    if (!unpack_levels(u))
+        return 0;
+    /* Chunk by chunk of the code, so that symbols are still in the cache when they are merged. */
+    for (size_t start = 0, channel = 0; start < numbers; start += CHUNK) {
+        size_t count = numbers - start < CHUNK ? numbers - start : CHUNK;
+        const uint8_t *next = u->packed + (start < 7 * eighth ? start : 0);
+        size_t took = decode_chunk(u->coded, u->coded_size, u->symbols, count, next);
+        if (!took)
+            return 0;
+        u->coded += took, u->coded_size -= took;
+        if (start == 0) {
+            uint8_t *restrict last = u->last;
+            const uint8_t *restrict p = u->packed;
+            for (size_t i = 0; i < eighth; i++)
+                last[i] = (uint8_t)(p[i] << 7 | (p[eighth + i] & 1) << 6 | (p[2 * eighth + i] & 1) << 5 |
+                                    (p[3 * eighth + i] & 1) << 4 | (p[4 * eighth + i] & 1) << 3 |
+                                    (p[5 * eighth + i] & 1) << 2 | (p[6 * eighth + i] & 1) << 1);
+        }
+        /* From one end of a row, of the remainders' first seven eighths, or of the chunk to the next. */
+        for (size_t at = 0, some; at < count; at += some) {
+            size_t number_at = start + at;
+            some = u->width - channel < count - at ? u->width - channel : count - at;
+            const uint8_t *rest = u->packed + number_at;
+            if (number_at >= 7 * eighth)
+                rest = u->last + (number_at - 7 * eighth);
+            else if (7 * eighth - number_at < some)
+                some = 7 * eighth - number_at;
+            const uint8_t *symbols = u->symbols + at;
+            merge(symbols, rest, u->shift + channel, out + number_at, some);
+            for (size_t i = next_escape(symbols, 0, some, 63); i < some; i = next_escape(symbols, i + 1, some, 63)) {
+                if (!u->num_escapes)
+                    return 0;
+                size_t c = channel + i;
+                unsigned sign = symbols[i] >> 7 ^ (u->signs ? u->signs[c / 8] >> c % 8 & 1 : 0);
+                out[number_at + i] = (uint16_t)(sign << 15 | (unsigned)*u->escapes++ << 7 | rest[i] >> 1);
+                u->num_escapes--;
+            }
+            channel = (channel + some) % u->width;
+        }
+    }
+    return u->num_escapes == 0 && u->coded_size == 0;
 }
 
 /* ---- one copy of each loop for each instruction set ------------------------------------------------ */
@@ -633,34 +711,35 @@ struct loops {
     size_t (*encode_chunk)(const uint8_t *, size_t, uint8_t *, size_t);
     size_t (*decode_chunk)(const uint8_t *, size_t, uint8_t *, size_t, const uint8_t *);
     void (*split)(struct split *, int);
-    void (*pack)(uint8_t *, size_t);
-    int (*merge)(struct merge *);
+    size_t (*pack)(const uint8_t *, size_t, uint8_t *, uint8_t *);
+    int (*unpack)(struct unpack *);
 };
 
-#define COMPILE(suffix, target)                                                                            \
-    target static size_t encode_chunk_##suffix(const uint8_t *in, size_t count, uint8_t *out, size_t room)  \
-    {                                                                                                      \
-        return encode_chunk_body(in, count, out, room);                                                    \
-    }                                                                                                      \
-    target static size_t decode_chunk_##suffix(const uint8_t *in, size_t size, uint8_t *out, size_t count,  \
-                                               const uint8_t *next)                                        \
-    {                                                                                                      \
-        return decode_chunk_body(in, size, out, count, next);                                                    \
-    }                                                                                                      \
-    target static void split_##suffix(struct split *s, int centred)                                        \
-    {                                                                                                      \
-        split_body(s, centred);                                                                            \
-    }                                                                                                      \
-    target static void pack_##suffix(uint8_t *rest, size_t quarter)                                        \
-    {                                                                                                      \
-        pack_body(rest, quarter);                                                                          \
-    }                                                                                                      \
-    target static int merge_##suffix(struct merge *m)                                                \
-    {                                                                                                      \
-        return merge_body(m, decode_chunk_##suffix);                                                                              \
-    }                                                                                                      \
-    static const struct loops loops_##suffix = {encode_chunk_##suffix, decode_chunk_##suffix,              \
-                                                split_##suffix, pack_##suffix, merge_##suffix};
+#define COMPILE(suffix, target)                                                                              \
+    target static size_t encode_chunk_##suffix(const uint8_t *in, size_t count, uint8_t *out, size_t room)   \
+    {                                                                                                        \
+        return encode_chunk_body(in, count, out, room);                                                      \
+    }                                                                                                        \
+    target static size_t decode_chunk_##suffix(const uint8_t *in, size_t size, uint8_t *out, size_t count,   \
+                                               const uint8_t *next)                                          \
+    {                                                                                                        \
+        return decode_chunk_body(in, size, out, count, next);                                                \
+    }                                                                                                        \
+    target static void split_##suffix(struct split *s, int centred)                                          \
+    {                                                                                                        \
+        split_body(s, centred);                                                                              \
+    }                                                                                                        \
+    target static size_t pack_##suffix(const uint8_t *symbols, size_t numbers, uint8_t *rest,                \
+                                       uint8_t *escapes)                                                     \
+    {                                                                                                        \
+        return pack_body(symbols, numbers, rest, escapes);                                                   \
+    }                                                                                                        \
+    target static int unpack_##suffix(struct unpack *u)                                                      \
+    {                                                                                                        \
+        return unpack_body(u, decode_chunk_##suffix);                                                        \
+    }                                                                                                        \
+    static const struct loops loops_##suffix = {encode_chunk_##suffix, decode_chunk_##suffix, split_##suffix, \
+                                                pack_##suffix, unpack_##suffix};
 
 COMPILE(plain, )
 #ifdef MODERN
@@ -734,109 +813,140 @@ static PyObject *split_layer(PyObject *self, PyObject *args)
 {
     (void)self;
     PyObject *layer;
-    Py_ssize_t first, width, num_escapes;
+    Py_ssize_t first, width;
     int centred;
-    Py_buffer centres, signs, symbols, rest, escapes, in;
-    if (!PyArg_ParseTuple(args, "Onnpw*w*w*w*w*n", &layer, &first, &width, &centred, &centres, &signs, &symbols,
-                          &rest, &escapes, &num_escapes))
+    Py_buffer floors, signs, symbols, rest, escapes, in;
+    if (!PyArg_ParseTuple(args, "Onnpw*w*w*w*w*", &layer, &first, &width, &centred, &floors, &signs, &symbols,
+                          &rest, &escapes))
         return NULL;
-    PyObject *result = NULL;
+    int fits = 0;
     if (PyObject_GetBuffer(layer, &in, PyBUF_STRIDES) == 0) {
         Py_ssize_t rows = in.ndim == 2 ? in.shape[0] : 0, own = in.ndim == 2 ? in.shape[1] : 0;
-        if (rows < 1 || (centred && rows < 4) || rows > UINT16_MAX || own < 1 || own % GROUP || in.itemsize != 2 ||
-            in.strides[1] != 2 || first < 0 || first % GROUP || width > PY_SSIZE_T_MAX / 4 / rows ||
-            first > width - own || centres.len < width || signs.len < width || symbols.len < rows * width ||
-            rest.len < rows * width || escapes.len < rows * width || num_escapes < 0 ||
-            num_escapes > rows * first) {
-            PyErr_SetString(PyExc_ValueError, "split_layer: sizes do not fit each other");
-        } else {
+        fits = rows >= (centred ? 4 : 1) && rows <= UINT16_MAX && own >= 1 && in.itemsize == 2 &&
+               (own == 1 || in.strides[1] == 2) && first >= 0 && width <= PY_SSIZE_T_MAX / 4 / rows &&
+               first <= width - own && floors.len == 2 * width && signs.len == width &&
+               symbols.len == rows * width && rest.len >= rows * width && escapes.len == rows * width;
+        if (fits) {
             struct split s = {
                 .in = in.buf,
                 .stride = in.strides[0],
                 .rows = (size_t)rows,
                 .width = (size_t)own,
-                .rest_stride = (size_t)width,
-                .centres = (uint8_t *)centres.buf + first,
+                .own_stride = (size_t)width,
+                .floors = (number *)floors.buf + first,
                 .signs = (uint8_t *)signs.buf + first,
-                .symbols = (uint8_t *)symbols.buf + rows * first,
+                .symbols = (uint8_t *)symbols.buf + first,
                 .rest = (uint8_t *)rest.buf + first,
-                .escapes = escapes.buf,
-                .num_escapes = (size_t)num_escapes,
+                .escapes = (uint8_t *)escapes.buf + first,
             };
             Py_BEGIN_ALLOW_THREADS
             best->split(&s, centred);
             Py_END_ALLOW_THREADS
-            result = PyLong_FromSize_t(s.num_escapes);
+        } else {
+            PyErr_SetString(PyExc_ValueError, "split_layer: sizes do not fit each other");
         }
         PyBuffer_Release(&in);
     }
-    PyBuffer_Release(&centres);
+    PyBuffer_Release(&floors);
     PyBuffer_Release(&signs);
     PyBuffer_Release(&symbols);
     PyBuffer_Release(&rest);
     PyBuffer_Release(&escapes);
-    return result;
-}
-
-static PyObject *pack_six(PyObject *self, PyObject *args)
-{
-    (void)self;
-    Py_buffer rest;
-    if (!PyArg_ParseTuple(args, "w*", &rest))
+    if (!fits)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    best->pack(rest.buf, (size_t)rest.len / 4);
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&rest);
     Py_RETURN_NONE;
 }
 
-static PyObject *merge(PyObject *self, PyObject *args)
+static PyObject *pack(PyObject *self, PyObject *args)
 {
     (void)self;
-    Py_buffer coded, symbols, packed, centres, signs, escapes, last, out;
-    Py_ssize_t rows, width;
-    if (!PyArg_ParseTuple(args, "z*y*y*y*y*y*w*w*nn", &coded, &symbols, &packed, &centres, &signs, &escapes, &last,
-                          &out, &rows, &width))
+    Py_buffer floors, signs, symbols, rest, escapes, levels;
+    if (!PyArg_ParseTuple(args, "y*y*y*w*w*w*", &floors, &signs, &symbols, &rest, &escapes, &levels))
         return NULL;
-    int fits = rows > 0 && width > 0 && width % GROUP == 0 && width <= PY_SSIZE_T_MAX / 4 / rows;
-    Py_ssize_t numbers = fits ? rows * width : 0, quarter = (numbers + 3) / 4;
-    fits = fits && symbols.len == numbers && packed.len == 3 * quarter && centres.len == width &&
-           signs.len == width / 8 && last.len >= quarter && out.len == 2 * numbers &&
-           !(coded.buf && symbols.readonly);
-    int good = 0;
+    size_t width = (size_t)signs.len, numbers = (size_t)symbols.len, num_escapes = 0, size = 0;
+    int fits = width > 0 && (size_t)floors.len == 2 * width && (size_t)rest.len == (numbers + 7) / 8 * 8 &&
+               (size_t)escapes.len == numbers && (size_t)levels.len >= levels_bytes(width) + 2 * width;
     if (fits) {
-        struct merge m = {
-            .coded = coded.buf,
-            .coded_size = coded.buf ? (size_t)coded.len : 0,
-            .symbols = symbols.buf,
-            .packed = packed.buf,
-            .centres = centres.buf,
-            .signs = signs.buf,
-            .escapes = escapes.buf,
-            .num_escapes = (size_t)escapes.len,
-            .rows = (size_t)rows,
-            .width = (size_t)width,
-            .last = last.buf,
-            .out = out.buf,
-        };
         Py_BEGIN_ALLOW_THREADS
-        good = best->merge(&m);
+        num_escapes = best->pack(symbols.buf, numbers, rest.buf, escapes.buf);
+        size = pack_levels(floors.buf, signs.buf, width, levels.buf);
         Py_END_ALLOW_THREADS
     }
-    PyBuffer_Release(&coded);
-    PyBuffer_Release(&symbols);
-    PyBuffer_Release(&packed);
-    PyBuffer_Release(&centres);
+    PyBuffer_Release(&floors);
     PyBuffer_Release(&signs);
+    PyBuffer_Release(&symbols);
+    PyBuffer_Release(&rest);
     PyBuffer_Release(&escapes);
-    PyBuffer_Release(&last);
+    PyBuffer_Release(&levels);
+    if (!fits)
+        return PyErr_Format(PyExc_ValueError, "pack: sizes do not fit each other");
+    return Py_BuildValue("nn", (Py_ssize_t)num_escapes, (Py_ssize_t)size);
+}
+
+/* The data of the section at `*at` if it has that mode; moves `*at` to its end. */
+static const uint8_t *section(const uint8_t **at, const uint8_t *end, uint8_t mode, size_t *size)
+{
+    uint32_t stored;
+    if (end - *at < 5 || **at != mode)
+        return NULL;
+    memcpy(&stored, *at + 1, 4);
+    const uint8_t *data = *at + 5;
+    if ((size_t)(end - data) < stored)
+        return NULL;
+    *at = data + stored;
+    *size = stored;
+    return data;
+}
+
+static PyObject *unpack(PyObject *self, PyObject *args)
+{
+    (void)self;
+    Py_buffer payload, scratch, out;
+    Py_ssize_t start, rows, width;
+    if (!PyArg_ParseTuple(args, "y*nnnw*w*", &payload, &start, &rows, &width, &scratch, &out))
+        return NULL;
+    int fits = rows > 0 && width > 0 && width <= PY_SSIZE_T_MAX / 4 / rows && start >= 0 && start <= payload.len;
+    size_t numbers = fits ? (size_t)rows * (size_t)width : 0, eighth = (numbers + 7) / 8;
+    size_t chunk = numbers < CHUNK ? numbers : CHUNK;
+    fits = fits && (size_t)out.len == 2 * numbers && (size_t)scratch.len >= 2 * (size_t)width + eighth + chunk;
+    const char *damaged = "";
+    const uint8_t *at = (const uint8_t *)payload.buf + (fits ? start : 0);
+    if (fits) {
+        const uint8_t *end = (const uint8_t *)payload.buf + payload.len;
+        struct unpack u = {
+            .rows = (size_t)rows,
+            .width = (size_t)width,
+            .shift = scratch.buf,
+            .last = (uint8_t *)scratch.buf + 2 * width,
+            .symbols = (uint8_t *)scratch.buf + 2 * (size_t)width + eighth,
+            .out = out.buf,
+        };
+        size_t packed_size = 0;
+        if (!(u.levels = section(&at, end, COMPACT, &u.levels_size)))
+            damaged = "levels";
+        else if (!(u.coded = section(&at, end, HUFFMAN, &u.coded_size)))
+            damaged = "symbols";
+        else if (!(u.escapes = section(&at, end, RAW, &u.num_escapes)))
+            damaged = "escapes";
+        else if (!(u.packed = section(&at, end, RAW, &packed_size)) || packed_size != 7 * eighth)
+            damaged = "remainders";
+        else {
+            int good;
+            Py_BEGIN_ALLOW_THREADS
+            good = best->unpack(&u);
+            Py_END_ALLOW_THREADS
+            damaged = good ? NULL : "levels, symbols or escapes";
+        }
+    }
+    Py_ssize_t stop = at - (const uint8_t *)payload.buf;
+    PyBuffer_Release(&payload);
+    PyBuffer_Release(&scratch);
     PyBuffer_Release(&out);
     if (!fits)
-        return PyErr_Format(PyExc_ValueError, "merge: sizes do not fit each other");
-    if (!good)
-        return PyErr_Format(PyExc_ValueError, "Huffman code or escapes are damaged");
-    Py_RETURN_NONE;
+        return PyErr_Format(PyExc_ValueError, "unpack: sizes do not fit each other");
+    if (damaged)
+        return PyErr_Format(PyExc_ValueError, "damaged %s", damaged);
+    return PyLong_FromSsize_t(stop);
 }
 
 static PyMethodDef methods[] = {
@@ -845,10 +955,11 @@ static PyMethodDef methods[] = {
     {"huffman_decode", huffman_decode, METH_VARARGS,
      "huffman_decode(data, out): fill `out` from all of `data`; ValueError if they do not fit"},
     {"split_layer", split_layer, METH_VARARGS,
-     "split_layer(layer, first, width, centred, centres, signs, symbols, rest, escapes, num_escapes) -> escapes"},
-    {"pack_six", pack_six, METH_VARARGS, "pack_six(rest): four quarters of remainders to three, in place"},
-    {"merge", merge, METH_VARARGS,
-     "merge(coded or None, symbols, packed, centres, signs, escapes, scratch, out, rows, width): inverse of the split"},
+     "split_layer(layer, first, width, centred, floors, signs, symbols, rest, escapes): some channels' numbers"},
+    {"pack", pack, METH_VARARGS,
+     "pack(floors, signs, symbols, rest, escapes, levels) -> escapes, bytes of `levels`; the last three in place"},
+    {"unpack", unpack, METH_VARARGS,
+     "unpack(payload, start, rows, width, scratch, out) -> end of the compact matrix at `start`"},
     {NULL, NULL, 0, NULL},
 };
 

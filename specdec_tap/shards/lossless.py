@@ -3,12 +3,12 @@
 What compresses in a hidden state is its exponent: 2.6 of 8 bits once each channel is centred on its own
 level. The mantissa does not, except that its first bit leans to 0, and the sign does where a channel has
 a mean. So each number becomes a *symbol* of one byte (sign, centred exponent, first mantissa bit), which is
-Huffman-coded, and a *remainder* of six bits, stored as it is. Symbols are ordered in groups of eight
+entropy-coded, and a *remainder* of six bits, stored as it is. Symbols are ordered in groups of eight
 channels: eight move at once, and channels that hardly change show up as repeats.
 
-Speed comes from few passes over buffers that stay in cache. The passes over bfloat16 numbers and the
-Huffman coder are compiled (_native.c); here is the same in NumPy, for float16, odd widths and where nothing
-could be compiled. There zstd codes the symbols, with next to no match search.
+Speed comes from few passes over buffers that stay in cache. Where the compiled codec is, bfloat16 and float32
+take the form of compact.py, which it was made for; here is the form for float16, for small matrices and for
+where nothing could be compiled, in NumPy. There zstd codes the symbols, with next to no match search.
 
 A matrix [n, W] of n rows and W = layers x hidden channels becomes these sections:
 
@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import CorruptShardError
-from . import huffman
+from .compact import decode_compact, encode_compact
 from .sections import (
     CONSTANT,
     MIN_CENTRED_ROWS,
@@ -63,13 +63,14 @@ def encode_lossless(layers: Sequence[np.ndarray], dtype: str) -> list[Buffer]:
         low = np.stack(layers, axis=1).astype(u2).tobytes()
         low_halves = section(low, zstd=looks_compressible(low))
         layers = [np.right_shift(layer, 16).astype(u2) for layer in layers]
+    if dtype != "float16":
+        compact = encode_compact(layers)
+        if compact:
+            return compact + low_halves
     plane = _Planes(rows, width, half=dtype == "float16")
     if not plane.centred:
         plane.share_centre(layers[0])
-    if huffman.native and dtype != "float16" and hidden % 8 == 0:
-        for i, layer in enumerate(layers):
-            plane.encode_compiled(layer, i * hidden)
-    elif rows * width <= TILE_NUMBERS:
+    if rows * width <= TILE_NUMBERS:
         plane.encode(np.stack(layers, axis=1).reshape(rows, width), 0)
     else:
         step = max(TILE_NUMBERS // rows // 8 * 8, 8)
@@ -102,15 +103,6 @@ class _Planes:
         """One level for all channels: the mean exponent of bits [n, H]."""
         exponents = (layer & u2(0x7FFF)) >> (10 if self.half else 7)
         self.centres[:] = exponents.sum(dtype=np.uint64) // exponents.size
-
-    def encode_compiled(self, layer: np.ndarray, first: int) -> None:
-        """Take bits [n, w] of channels ``first ..``, w a multiple of 8."""
-        if layer.strides[1] != layer.itemsize:
-            layer = np.ascontiguousarray(layer)
-        self.num_escapes = huffman.native.split_layer(
-            layer, first, self.width, self.centred, self.centres, self.signs, self.symbols, self.rest,
-            self.escapes, self.num_escapes,
-        )  # fmt: skip
 
     def encode(self, tile: np.ndarray, first: int) -> None:
         """Take bits [n, w] of channels ``first ..``; w is a multiple of 8 unless the group is 1."""
@@ -196,36 +188,26 @@ class _Planes:
             rest = self.rest[:numbers]
             return parts + section(rest, zstd=looks_compressible(rest))
         parts += section(self.escapes[: self.num_escapes], zstd=False)
-        if huffman.native:
-            huffman.native.pack_six(self.rest)
-            packed = self.rest[: 3 * self.quarter]
-        else:
-            packed = _pack_six(self.rest.reshape(4, self.quarter)).reshape(-1)
+        packed = _pack_six(self.rest.reshape(4, self.quarter)).reshape(-1)
         return parts + section(packed, zstd=looks_compressible(packed))
 
 
 def decode_lossless(sections: Sections, rows: int, width: int, dtype: str) -> np.ndarray:
     """Bits [rows, width]."""
-    half = dtype == "float16"
+    if dtype != "float16" and sections.starts_compact():
+        bits = decode_compact(sections, rows, width)
+    else:
+        bits = _decode_planes(sections, rows, width, half=dtype == "float16")
+    return _with_low_halves(bits, sections) if dtype == "float32" else bits
+
+
+def _decode_planes(sections: Sections, rows: int, width: int, *, half: bool) -> np.ndarray:
     numbers = rows * width
     group = 8 if width % 8 == 0 else 1
     centres = sections.take(width, "centres")
     signs = sections.take(-(-width // 8), "signs")
     quarter = -(-numbers // 4)
     result = np.empty((rows, width), u2)
-    if huffman.native and not half and group == 8:
-        coded = sections.take_coded("symbols")
-        symbols = sections.take(numbers, "symbols") if coded is None else local.plane("symbols", numbers)
-        escapes = sections.take_some(numbers, "escapes")
-        packed = sections.take(3 * quarter, "remainders")
-        scratch = local.plane("rest", quarter)
-        try:
-            huffman.native.merge(
-                coded, symbols, packed, centres, signs, escapes, scratch, result, rows, width
-            )  # fmt: skip
-        except ValueError as err:
-            raise CorruptShardError(f"block's numbers do not decode ({err})") from err
-        return _with_low_halves(result, sections) if dtype == "float32" else result
     symbols = sections.take(numbers, "symbols")
     centres = centres.astype(u2)
     signs = np.unpackbits(signs, bitorder="little")[:width].astype(u2)
@@ -273,7 +255,7 @@ def decode_lossless(sections: Sections, rows: int, width: int, dtype: str) -> np
         np.add(a, shift[channels], out=result[:, channels])
     if taken != len(escapes):
         raise CorruptShardError(f"block has {len(escapes):,} escapes and {taken:,} symbols that need one")
-    return _with_low_halves(result, sections) if dtype == "float32" else result
+    return result
 
 
 def _with_low_halves(high: np.ndarray, sections: Sections) -> np.ndarray:

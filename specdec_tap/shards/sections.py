@@ -14,7 +14,7 @@ from .records import unzstd
 
 SECTION = struct.Struct("<BI")
 """mode, stored bytes."""
-RAW, ZSTD, CONSTANT, HUFFMAN = 0, 1, 2, 3
+RAW, ZSTD, CONSTANT, HUFFMAN, COMPACT = 0, 1, 2, 3, 4
 
 u1, u2 = np.uint8, np.uint16
 
@@ -148,18 +148,23 @@ class Sections:
     """Reads the length-prefixed sections of a payload, each with a size known beforehand."""
 
     def __init__(self, payload: bytes, at: int) -> None:
-        self._payload = memoryview(payload)
-        self._at = at
+        self.payload = payload
+        self.at = at
+        """Where the next section begins; who reads it from ``payload`` moves this to its end."""
 
     def _next(self, what: str) -> tuple[int, memoryview]:
-        if self._at + SECTION.size > len(self._payload):
+        if self.at + SECTION.size > len(self.payload):
             raise CorruptShardError(f"block ends before its {what}")
-        mode, length = SECTION.unpack_from(self._payload, self._at)
-        start = self._at + SECTION.size
-        if start + length > len(self._payload):
+        mode, length = SECTION.unpack_from(self.payload, self.at)
+        start = self.at + SECTION.size
+        if start + length > len(self.payload):
             raise CorruptShardError(f"block ends inside its {what}")
-        self._at = start + length
-        return mode, self._payload[start : self._at]
+        self.at = start + length
+        return mode, memoryview(self.payload)[start : self.at]
+
+    def starts_compact(self) -> bool:
+        """Whether a matrix in the compact form follows."""
+        return self.at < len(self.payload) and self.payload[self.at] == COMPACT
 
     def take(self, expected_bytes: int, what: str) -> np.ndarray:
         """uint8 [expected_bytes]; may be a read-only view of the payload, or a buffer that this thread
@@ -179,14 +184,12 @@ class Sections:
             f"block's {what} have mode {mode} and {len(data):,} bytes; expected {expected_bytes:,}"
         )
 
-    def take_coded(self, what: str) -> memoryview | None:
-        """Data of a section in mode 3, not decoded; None, and nothing taken, if it is in another mode."""
-        at = self._at
-        mode, data = self._next(what)
-        if mode == HUFFMAN:
-            return data
-        self._at = at
-        return None
+    def take_mode(self, mode: int, what: str) -> memoryview:
+        """Data as it is stored of a section that must have this mode."""
+        found, data = self._next(what)
+        if found != mode:
+            raise CorruptShardError(f"block's {what} have mode {found}; expected {mode}")
+        return data
 
     def take_some(self, most_bytes: int, what: str) -> np.ndarray:
         """uint8 of a raw section whose length only its prefix tells."""
@@ -197,5 +200,5 @@ class Sections:
 
     def end(self) -> None:
         """Raise unless everything was read."""
-        if self._at != len(self._payload):
-            raise CorruptShardError(f"block has {len(self._payload) - self._at:,} bytes too many")
+        if self.at != len(self.payload):
+            raise CorruptShardError(f"block has {len(self.payload) - self.at:,} bytes too many")

@@ -4,7 +4,7 @@
 
 Every reader of the format, of this version or a later one, must decode ``v1/STREAM/000001.safetensors`` to
 what ``v1/expected.json`` says. The states follow a formula, so that nobody needs this program to check them.
-``bfloat16-lossless-huffman`` came later, with mode 3 of sections; writing it needs the compiled codec.
+The last two came later, with modes 3 and 4 of sections; writing them needs the compiled codec.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ VARIANTS = [
     ("float32-lossless", 8),
     ("bfloat16-fp8", 8),
     ("bfloat16-int8", 8),
-    ("bfloat16-lossless-huffman", 64),
+    ("float16-lossless-huffman", 64),
+    ("bfloat16-lossless-compact", 64),
 ]
 
 

@@ -58,7 +58,7 @@ def test_golden_states_follow_their_formula(stream):
         assert np.array_equal(store[0].final(19, 39), bits[2, 19:])
 
 
-@pytest.mark.parametrize("stream", ["bfloat16-lossless", "bfloat16-lossless-huffman"])
+@pytest.mark.parametrize("stream", ["bfloat16-lossless", "bfloat16-lossless-compact"])
 def test_the_reader_in_the_document_reads_the_golden_file(stream):
     (code,) = re.findall(r"```python\n(import json.*?)```", DOC, re.S)
     scope: dict[str, object] = {}
@@ -71,7 +71,7 @@ def test_the_reader_in_the_document_reads_the_golden_file(stream):
     aux = np.concatenate([b[1] for b in blocks])
     final = np.concatenate([b[3] for b in blocks])
     assert aux.tolist() == truth["aux_bits"] and [final.tolist()] == truth["final_bits"]
-    assert [b[0] for b in blocks] == [0, 32] and len(code.splitlines()) < 150
+    assert [b[0] for b in blocks] == [0, 32] and len(code.splitlines()) < 160
 
 
 def test_every_byte_in_the_worked_examples_is_in_the_golden_file_they_name():

@@ -1,4 +1,4 @@
-"""Mode 3 of sections: what the compiled coder writes, it and NumPy read alike; what is damaged, neither."""
+"""The compiled codec: what it writes, it and NumPy read alike; what is damaged, neither."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from shardkit import make_header, random_states
 
 from specdec_tap.errors import CorruptShardError
-from specdec_tap.shards import decode_block, encode_block, huffman
+from specdec_tap.shards import ShardHeader, decode_block, encode_block, huffman
 from specdec_tap.shards.codec import BLOCK_HEAD
-from specdec_tap.shards.sections import CONSTANT, HUFFMAN, SECTION, ZSTD
+from specdec_tap.shards.sections import COMPACT, HUFFMAN, SECTION
 
 COMPILED = huffman.native
 needs_compiled = pytest.mark.skipif(COMPILED is None, reason="installed without a C compiler")
@@ -165,24 +165,22 @@ def test_blocks_of_either_form_are_read_by_the_other(dtype, rows, hidden, monkey
 
 
 @needs_compiled
-def test_both_forms_choose_the_same_centres_and_remainders(monkeypatch):
-    header = make_header(hidden_size=1024)
+def test_floors_far_from_most_are_stored_one_by_one():
+    """Channels 15 and more steps above the window that most fit in, or below it; levels of 0 and of 255."""
+    header = make_header(hidden_size=1025)
     aux, _ = random_states(header, 64)
-    aux = aux.copy()
-    aux[0, ::9, 100:140] = 0
-    found = []
+    aux = (aux & 0x807F) | 0x3F00
+    for channel, exponent in ((3, 0), (77, 254), (500, 20), (1024, 200), (901, 126 + 9)):
+        aux[0, :, channel] = (aux[0, :, channel] & 0x807F) | exponent << 7
+    aux[1, ::9, 100:140] = 0
+    payload = encode_block(header, position=0, aux=aux)
+    assert payload[BLOCK_HEAD.size] == COMPACT
     for form in (COMPILED, None):
-        monkeypatch.setattr(huffman, "native", form)
-        payload = encode_block(header, position=0, aux=aux)
-        sections, at = [], BLOCK_HEAD.size
-        while at < len(payload):
-            size = SECTION.unpack_from(payload, at)[1]
-            sections.append(payload[at : at + SECTION.size + size])
-            at += SECTION.size + size
-        found.append(sections)
-    assert [s for i, s in enumerate(found[0]) if i != 2] == [s for i, s in enumerate(found[1]) if i != 2]
-    assert (found[0][2][0], found[1][2][0]) == (HUFFMAN, ZSTD)
-    assert len(found[0][3]) > SECTION.size  # there were escapes
+        huffman.native = form
+        try:
+            assert np.array_equal(decode_block(header, payload).aux, aux)
+        finally:
+            huffman.native = COMPILED
 
 
 @needs_compiled
@@ -216,35 +214,67 @@ def test_what_zstd_codes_better_is_left_to_it():
     aux = np.zeros((3, 64, 256), np.uint16)
     assert HUFFMAN not in modes(encode_block(header, position=0, aux=aux))
     few = encode_block(header, position=0, aux=aux[:, :2])
-    assert modes(few)[0] == CONSTANT and HUFFMAN not in modes(few)
+    assert COMPACT not in modes(few) and HUFFMAN not in modes(few)
 
 
 @needs_compiled
 def test_sizes_that_do_not_fit_are_refused_by_the_compiled_functions():
-    plane = np.zeros(64, np.uint8)
+    def planes(*sizes):
+        return [np.zeros(size, np.uint8) for size in sizes]
+
     layer = np.zeros((4, 8), np.uint16)
-    with pytest.raises(ValueError, match="sizes"):
-        COMPILED.split_layer(layer, 8, 8, 1, plane, plane, plane, plane, plane, 0)
-    with pytest.raises(ValueError, match="sizes"):
-        COMPILED.split_layer(layer[:, ::2], 0, 4, 1, plane, plane, plane, plane, plane, 0)
-    with pytest.raises(ValueError, match="sizes"):
-        COMPILED.split_layer(layer, 0, 8, 1, plane, plane, plane[:31], plane, plane, 0)
-    with pytest.raises(ValueError, match="sizes"):
-        COMPILED.merge(
-            None, plane[:32], plane[:24], plane[:8], plane[:1], b"", plane, layer.reshape(-1)[:31], 4, 8
-        )
-    with pytest.raises(ValueError, match="escapes are damaged"):
-        COMPILED.merge(
-            None, plane[:32], plane[:24], plane[:8], plane[:1], b"x", plane, layer.reshape(-1), 4, 8
-        )
-    with pytest.raises(ValueError, match="sizes"):
-        COMPILED.merge(
-            None, plane[:32], plane[:24], plane[:8], plane[:1], b"", plane, layer, 1 << 62, 1 << 62
-        )
-    with pytest.raises(ValueError, match="sizes"):
-        COMPILED.merge(b"x", bytes(32), plane[:24], plane[:8], plane[:1], b"", plane, layer, 4, 8)
-    with pytest.raises(ValueError, match="damaged"):
-        COMPILED.merge(b"", plane[:32], plane[:24], plane[:8], plane[:1], b"", plane, layer, 4, 8)
+    # floors, signs, symbols, rest, escapes of 4 rows and 8 channels
+    good = (16, 8, 32, 32, 32)
+    COMPILED.split_layer(layer, 0, 8, 1, *planes(*good))
+    for i in range(5):
+        short = [size - (i == j) for j, size in enumerate(good)]
+        with pytest.raises(ValueError, match="sizes"):
+            COMPILED.split_layer(layer, 0, 8, 1, *planes(*short))
+    for bad, first, width in (
+        (layer, 8, 8), (layer, -1, 8), (layer, 0, 7), (layer[:, ::2], 0, 8), (layer[:3], 0, 8),
+        (layer.astype(np.uint32), 0, 8), (layer.reshape(-1), 0, 8), (layer, 0, 1 << 62),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="sizes"):
+            COMPILED.split_layer(bad, first, width, 1, *planes(*good))
+
+    # floors, signs, symbols, rest, escapes, levels
+    good = (16, 8, 33, 40, 33, 2 + 1 + 4 + 16)
+    COMPILED.pack(*planes(*good))
+    for i in range(6):
+        if i != 2:
+            with pytest.raises(ValueError, match="sizes"):
+                COMPILED.pack(*planes(*(size - (i == j) for j, size in enumerate(good))))
+
+    payload = compact_block()[1][BLOCK_HEAD.size :]
+    scratch, out = 2 * 16 + 512 + 4096, 2 * 4096
+    assert COMPILED.unpack(payload, 0, 256, 16, *planes(scratch, out)) == len(payload)
+    for start, rows, width, some, result in (
+        (-1, 256, 16, scratch, out), (len(payload) + 1, 256, 16, scratch, out), (0, 0, 16, scratch, out),
+        (0, 256, -16, scratch, out), (0, 1 << 62, 1 << 62, scratch, out), (0, 256, 16, scratch - 1, out),
+        (0, 256, 16, scratch, out - 2), (0, 255, 16, scratch, out),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="sizes"):
+            COMPILED.unpack(payload, start, rows, width, *planes(some, result))
+
+
+def compact_block() -> tuple[ShardHeader, bytes]:
+    """A block of one compact matrix, 256 rows and 16 channels."""
+    header = make_header(hidden_size=16, aux_layer_ids=(1,), block_tokens=256)
+    payload = encode_block(header, position=0, aux=random_states(header, 256)[0])
+    assert payload[BLOCK_HEAD.size] == COMPACT
+    return header, payload
+
+
+@needs_compiled
+def test_every_cut_of_a_compact_matrix_is_refused(monkeypatch):
+    header, payload = compact_block()
+    for form, step in ((COMPILED, 1), (None, 97)):
+        monkeypatch.setattr(huffman, "native", form)
+        for cut in range(BLOCK_HEAD.size, len(payload), step):
+            with pytest.raises(CorruptShardError):
+                decode_block(header, payload[:cut])
+        with pytest.raises(CorruptShardError):
+            decode_block(header, payload + b"\0")
 
 
 @needs_compiled
