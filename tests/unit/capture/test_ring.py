@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec_tap.capture import writer_process
 from specdec_tap.capture.ring import CONTROL_BYTES, WORKER_COUNTERS, WRITER_COUNTERS, WRITER_OUTCOMES, Ring
 
 
@@ -85,6 +86,7 @@ def test_bytes_survive_until_they_are_released(events):
 
 CHILD = """
 import sys, time
+from specdec_tap.capture import writer_process
 from specdec_tap.capture.ring import Ring
 ring = Ring(int(sys.argv[1]), 4096)
 for line in sys.stdin:  # offset, size, end
@@ -141,3 +143,28 @@ def test_closing_while_an_array_still_looks_at_the_ring_is_safe():
     ring.close()
     view[:] = 7
     assert np.array_equal(view, np.full(8, 7, np.uint8))
+
+
+def test_the_writer_naps_between_messages_until_the_ring_fills(monkeypatch):
+    ring = Ring.create(1 << 16)
+    now, naps = 0.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        naps.append(seconds)
+        if filling:
+            ring.allocate(ring.size // 16)
+
+    monkeypatch.setattr(writer_process.time, "monotonic", lambda: now)
+    monkeypatch.setattr(writer_process.time, "sleep", sleep)
+    filling = False
+    writer_process.nap(ring)
+    assert sum(naps) == pytest.approx(writer_process.NAP_S)
+    filling = True
+    naps.clear()
+    writer_process.nap(ring)
+    assert len(naps) == 2
+    writer_process.nap(ring)
+    assert len(naps) == 2
+    ring.close()
