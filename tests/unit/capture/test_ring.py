@@ -160,7 +160,7 @@ def test_the_writer_naps_between_messages_until_the_ring_fills(monkeypatch):
     monkeypatch.setattr(writer_process.time, "sleep", sleep)
     filling = False
     writer_process.nap(ring)
-    assert sum(naps) == pytest.approx(writer_process.NAP_S)
+    assert writer_process.NAP_S <= sum(naps) < writer_process.NAP_S + 2 * writer_process.NAP_SLICE_S
     filling = True
     naps.clear()
     writer_process.nap(ring)
