@@ -42,13 +42,25 @@ class Plan:
     own_slots: tuple[int, ...] | None = None
     """Which of them the server's own drafter expects; None when it expects none."""
     num_reloads: int = 0
+    has_failed: bool = False
+    """Said once, on a rank that does not capture."""
+
+    def hook_failed(self, where: str, err: Exception) -> None:
+        """Count an exception of the code around vLLM and drop what it may have spoilt; never raises."""
+        if self.tap is not None:
+            self.tap.hook_failed(where, err)
+        elif not self.has_failed:
+            self.has_failed = True
+            logger.error(
+                "capture failed in %s on a rank that does not write; serving continues", where, exc_info=err
+            )
 
     def weights_changed(self, path: str | None) -> None:
         """The engine's weights were replaced: begin a stream under a revision of its own."""
         assert self.tap is not None, "only the capturing rank is told"
         self.num_reloads += 1
-        revision = f"{Path(path).name}+" if path else ""
         try:
+            revision = f"{Path(path).name}+" if path else ""
             self.tap.on_weights_changed(f"{revision}reload{self.num_reloads}")
         except Exception as err:  # capture must not mix weights, and serving must go on, whatever failed
             self.tap.active = False

@@ -59,7 +59,7 @@ def left_out(llm: Any) -> Counter[str]:
     total: Counter[str] = Counter()
     for status in llm.collective_rpc("specdec_tap_status"):
         for side in ("worker", "writer") if status is not None else ():
-            for name, value in status[side].items():
+            for name, value in status.get(side, {}).items():  # a worker that failed says only why
                 if name.startswith(("dropped_", "skipped_")) and value:
                     total[name] += value
     return total

@@ -87,17 +87,17 @@ def wrap_sample_tokens(original: Any, replace: Callable[[Any, Any], Any]) -> Any
 
     @functools.wraps(original)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plan, state = plan_of(self), self.execute_model_state
-        if plan is None or not plan.attached or state is None:
+        plan = plan_of(self)
+        if plan is None or not plan.attached:
             return original(self, *args, **kwargs)
-        aux = state.aux_hidden_states
-        if aux is None:
-            if plan.tap is not None and state.hidden_states is not None:
-                plan.tap.no_states()
+        try:
+            has_aux = _split_states(self, plan, replace)
+        except Exception as err:  # the sampler then gets the forward's state as it is
+            plan.state = None
+            plan.hook_failed("sample_tokens", err)
+            has_aux = True
+        if not has_aux:
             return original(self, *args, **kwargs)
-        plan.state = state
-        own = None if plan.own_slots is None else [aux[slot] for slot in plan.own_slots]
-        self.execute_model_state = replace(state, own)
         self.use_aux_hidden_state_outputs = plan.own_flag
         try:
             return original(self, *args, **kwargs)
@@ -105,6 +105,26 @@ def wrap_sample_tokens(original: Any, replace: Callable[[Any, Any], Any]) -> Any
             self.use_aux_hidden_state_outputs = True
 
     return sample_tokens
+
+
+def _split_states(runner: Any, plan: Plan, replace: Callable[[Any, Any], Any]) -> bool:
+    """Keep the forward's state for the tap and leave the runner one with its own drafter's aux states.
+
+    Returns:
+        Whether the forward gave aux states.
+    """
+    state = runner.execute_model_state
+    if state is None:
+        return False
+    aux = state.aux_hidden_states
+    if aux is None:
+        if plan.tap is not None and state.hidden_states is not None:
+            plan.tap.no_states()
+        return False
+    own = None if plan.own_slots is None else [aux[slot] for slot in plan.own_slots]
+    runner.execute_model_state = replace(state, own)
+    plan.state = state
+    return True
 
 
 def wrap_reload_weights(original: Any) -> Any:

@@ -11,6 +11,7 @@ spoilt are dropped whole, and serving goes on. A tap that keeps failing turns it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -257,8 +258,9 @@ class Tap:
         try:
             reason = self._why_not(new) or self._introduce(new)
         except Exception as err:  # costs this request only
-            reason = "dropped_hook_error"
+            self._count("dropped_hook_error")  # first: it is told apart from one that is still captured
             self._note_failure("_announce", err)
+            return
         if reason is not None:
             self._count(reason)
 
@@ -356,6 +358,18 @@ class Tap:
 
     # -- trouble ------------------------------------------------------------------------------------
 
+    def hook_failed(self, where: str, err: Exception) -> None:
+        """Count an exception around a hook and drop what it may have spoilt; never raises."""
+        if self.active:
+            self._hook_failed(where, err)
+
+    def note_failure(self, where: str, err: Exception) -> None:
+        """Count an exception that cost no request; never raises."""
+        try:
+            self._note_failure(where, err)
+        except Exception:  # the serving boundary, as below
+            logger.exception("a failure in %s could not be counted; serving continues", where)
+
     def _hook_failed(self, where: str, err: Exception) -> None:
         try:
             self._note_failure(where, err)
@@ -365,6 +379,8 @@ class Tap:
         except Exception:  # still the serving boundary: give up on capture, not on serving
             self.active = False
             logger.exception("capture is off for this process: it failed while it failed; serving continues")
+            with contextlib.suppress(Exception):
+                self._tell_state()
 
     def _note_failure(self, where: str, err: Exception) -> None:
         self._failures += 1
