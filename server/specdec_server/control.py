@@ -150,7 +150,7 @@ class Fresh:
 
 
 class StatusEndpoint:
-    """Answers requests for the status: counts them, checks the token, sends the newest answer."""
+    """Answers requests for the status: checks the token, counts them, sends the newest answer."""
 
     def __init__(self, backend: Backend, gate: Gate) -> None:
         self._backend, self._gate = backend, gate
@@ -161,13 +161,13 @@ class StatusEndpoint:
         return json.dumps(dict(await self._backend.status()), separators=(",", ":")).encode()
 
     def admit(self, request: Request) -> None:
-        """Count a reader.
+        """Let a reader in, and count it.
 
         Raises:
             ApiError: 401, 403 or 429.
         """
+        self._gate.check_read(request)  # first, as for changes
         self._reads.check("status requests")
-        self._gate.check_read(request)
 
     async def answer(self, request: Request) -> Response:
         """Return the status.
@@ -237,8 +237,8 @@ def control_router(
 
     def add(action: str, summary: str) -> None:
         async def change(request: Request) -> Response:
+            gate.check_change(request)  # first: who has no token must not use up what the admin may do
             changes.check("changes")
-            gate.check_change(request)
             arguments = await _arguments(action, request)
             answer = await backend.control(action, arguments)
             reader.fresh.forget()

@@ -488,6 +488,19 @@ def test_too_many_changes_are_slowed_down():
     assert len(tap.done) < 60
 
 
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer guess"}], ids=["none", "wrong"])
+def test_who_has_no_token_takes_no_change_and_no_look_from_the_admin(headers, monkeypatch):
+    monkeypatch.setattr("specdec_server.control.READS_BURST", 20)
+    monkeypatch.setattr("specdec_server.control.READS_PER_S", 0.01)
+    tap, client = controlled()
+    for method, path in (("POST", "/specdec_tap/pause"), ("GET", "/specdec_tap/status")):
+        codes = [client.request(method, path, headers=headers).status_code for _ in range(60)]
+        assert set(codes) <= {401, 429} and (headers or 429 not in codes)
+    assert (tap.done, tap.reads) == ([], 0)
+    assert client.post("/specdec_tap/pause", headers=AUTH).json()["state"] == "paused"
+    assert client.get("/specdec_tap/status", headers=AUTH).status_code == 200
+
+
 def test_errors_keep_their_shape_inside_a_foreign_application():
     tap = Tap()
     tap.status = None  # type: ignore[method-assign]  # calling it raises TypeError: a bug
