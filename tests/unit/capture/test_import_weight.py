@@ -26,6 +26,8 @@ def imported(statement: str, modules: tuple[str, ...] = HEAVY) -> list[str]:
         "import specdec_tap.shards.reader, specdec_tap.shards.writer, specdec_tap.shards.codec",
         "import specdec_tap.capture.assembler, specdec_tap.capture.ring, specdec_tap.capture.writer_process",
         "import specdec_tap.cli",
+        "import specdec_server.app, specdec_server.control",
+        "import specdec_tap.cli.dashboard",
         "from specdec_tap.vllm_plugin import register; register(); register()",
     ],
 )

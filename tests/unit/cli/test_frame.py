@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from specdec_tap.cli import COMMANDS, EXTRAS, build_parser, main
+from specdec_tap.errors import InputError
 
 REPO = Path(__file__).parents[3]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
@@ -97,3 +98,19 @@ def test_every_extra_is_one_of_the_package():
 
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     assert set(EXTRAS.values()) <= set(project["optional-dependencies"])
+
+
+def test_the_dashboard_listens_on_this_machine_only_unless_it_is_told_otherwise(monkeypatch, tmp_path):
+    assert build_parser("dashboard").parse_args(["dashboard", "shards"]).host == "127.0.0.1"
+    from specdec_tap.cli import dashboard
+
+    asked = []
+
+    def listen(host: str, port: int) -> None:
+        asked.append(host)
+        raise InputError("far enough")
+
+    monkeypatch.setattr(dashboard, "listen", listen)
+    monkeypatch.delenv(dashboard.TOKEN_VARIABLE, raising=False)
+    assert main(["dashboard", str(tmp_path)]) == 2
+    assert asked == ["127.0.0.1"]
