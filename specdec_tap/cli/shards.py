@@ -25,6 +25,8 @@ _EPILOG = """examples:
 """
 
 _FORMATS_HELP = "modelopt, modelopt-vllm, speculators, vllm-connector, specforge or eagle"
+MAX_NAMED = 20
+"""Records that a sentence for people names."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -565,6 +567,7 @@ def _forget(args: argparse.Namespace) -> int:
                 "num_records": report.num_records,
                 "num_blocks": report.num_blocks,
                 "kept_blocks": report.kept_blocks,
+                "kept_for": list(report.kept_for),
                 "shards": [str(path) for path in report.shards],
             }
         )
@@ -572,7 +575,12 @@ def _forget(args: argparse.Namespace) -> int:
         print(
             f"erased {report.num_records:,} records and {report.num_blocks:,} blocks; "
             f"{report.kept_blocks:,} blocks stay because other requests share them"
+            + (":" if report.kept_for else "")
         )
+        for record_id in report.kept_for[:MAX_NAMED]:
+            print(f"  {record_id}")
+        if len(report.kept_for) > MAX_NAMED:  # a system prompt may be everybody's
+            print(f"  and {len(report.kept_for) - MAX_NAMED:,} more; --json names all")
     return 0
 
 

@@ -37,6 +37,8 @@ class ForgetReport:
     """Blocks of the erased records that stay, because other records share them (a common prefix)."""
     shards: tuple[Path, ...]
     """Files that were written anew."""
+    kept_for: tuple[str, ...]
+    """Records that use the blocks that stay, oldest first, by the ids that they have now."""
 
 
 def forget(store: ShardStore, record_ids: Iterable[str]) -> ForgetReport:
@@ -62,10 +64,11 @@ def forget(store: ShardStore, record_ids: Iterable[str]) -> ForgetReport:
     for record in records.values():
         by_stream.setdefault(record.stream, set()).add(record.id)
     num_blocks = kept_blocks = 0
+    kept_for: list[str] = []
     written: list[Path] = []
     for stream, ids in sorted(by_stream.items()):
         with _stream_lock(store.root / stream):
-            erase, kept = _own_blocks(store, stream, ids)
+            erase, kept, users = _own_blocks(store, stream, ids)
             num_blocks += len(erase)
             kept_blocks += kept
             files = {file.number: file for file in store.files() if file.stream == stream}
@@ -80,21 +83,33 @@ def forget(store: ShardStore, record_ids: Iterable[str]) -> ForgetReport:
                 drop = {int(i.split("/")[2]) for i in ids if int(i.split("/")[1]) == number}
                 _rewrite(file, drop, {ref.block for ref in erase if ref.shard == number})
                 written.append(file.path)
-    return ForgetReport(len(records), num_blocks, kept_blocks, tuple(written))
+            kept_for += users
+    return ForgetReport(len(records), num_blocks, kept_blocks, tuple(written), tuple(kept_for))
 
 
-def _own_blocks(store: ShardStore, stream: str, ids: set[str]) -> tuple[set[BlockRef], int]:
-    """Blocks that only these records use, and how many they share with others."""
+def _own_blocks(store: ShardStore, stream: str, ids: set[str]) -> tuple[set[BlockRef], int, list[str]]:
+    """Look at who uses the blocks of some records.
+
+    Returns:
+        The blocks that only these records use, how many they share with others, and the ids that those others
+        will have once these records are gone.
+    """
     mine: set[BlockRef] = set()
-    others: set[BlockRef] = set()
+    others: dict[str, set[BlockRef]] = {}
     for file in store.files():
         if file.stream == stream:
+            gone = 0
             for ordinal in range(file.totals.num_records):
                 record_id = f"{stream}/{file.number:06d}/{ordinal}"
                 # An unreadable record could point anywhere: better an error than an erased shared prefix.
                 refs = {piece.block for piece in file.record(ordinal).pieces}
-                (mine if record_id in ids else others).update(refs)
-    return mine - others, len(mine & others)
+                if record_id in ids:
+                    gone += 1
+                    mine |= refs
+                else:
+                    others[f"{stream}/{file.number:06d}/{ordinal - gone}"] = refs
+    shared = mine & set().union(*others.values())
+    return mine - shared, len(shared), [record_id for record_id, refs in others.items() if refs & shared]
 
 
 @contextlib.contextmanager
