@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import InputError
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     config = TrainConfig(**values)
     shards = args.shards if is_url(args.shards) else Path(args.shards)
     if args.nproc > 1 and "WORLD_SIZE" not in os.environ:
-        return _launch(args.nproc)
+        return _launch(args.nproc, args.argv)
     first = os.environ.get("RANK", "0") == "0"
     from specdec_trainer.run import run as train
 
@@ -125,22 +126,15 @@ def _settings() -> list[tuple[str, object, str]]:
     return [(f.name, f.default, docs[f.name].replace("%", "%%")) for f in dataclasses.fields(TrainConfig)]
 
 
-def _launch(processes: int) -> int:
-    """Start this command again under torchrun."""
+def _launch(processes: int, argv: Sequence[str]) -> int:
+    """Start this command again under torchrun, with the same arguments: a folder may be named as a
+    sub-command or a flag's value is, so none is looked at. ``--nproc`` means nothing to a process that
+    torchrun started."""
     import subprocess
 
-    arguments = []
-    skip = False
-    for item in sys.argv[1:]:
-        if skip or item == "train":
-            skip = False
-        elif item == "--nproc":
-            skip = True
-        elif not item.startswith("--nproc="):
-            arguments.append(item)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-        "-m", "specdec_trainer", *arguments,
+        "-m", "--", "specdec_tap", *argv,  # else torchrun takes --nproc for its own
     ]  # fmt: skip
     try:
         return subprocess.run(command, check=False).returncode
