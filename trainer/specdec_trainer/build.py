@@ -304,6 +304,19 @@ def check_layers(aux_layer_ids: tuple[int, ...], target: Target) -> None:
         )
 
 
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Dtype of the matrix products on ``device`` for the setting ``name``: ``auto``, ``bfloat16``, ``float32``.
+
+    A CPU without AVX-512 (or Arm's bfloat16 instructions) has no bfloat16 product but a scalar one, 20 to 90
+    times as slow as float32.
+    """
+    if name != "auto":
+        return torch.float32 if name == "float32" else torch.bfloat16
+    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32
+    return torch.bfloat16
+
+
 def build(
     config: TrainConfig,
     draft: DraftConfig,
@@ -324,7 +337,7 @@ def build(
         source: Drafter whose weights are the start, or None.
         counts: How often each target token was generated; chooses the rows of the loss.
     """
-    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    dtype = compute_dtype(config.dtype, device)
     generator = torch.Generator().manual_seed(config.seed)
     model = ALGORITHMS[draft.algorithm](draft, compute_dtype=dtype)
     model.start(generator)

@@ -181,8 +181,9 @@ class TrainConfig:
     """Seed of initial weights, order and noise."""
     device: str = "auto"
     """cpu, cuda, cuda:1 or auto."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the matrix products; master weights are always float32."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of the matrix products; master weights are always float32. auto is bfloat16, and float32 on a CPU
+    that has no instructions for it."""
     teacher_cache: int = 256 << 20
     """Bytes of memory in which the teacher's answers are kept from one pass to the next."""
     workers: int = 1

@@ -28,6 +28,7 @@ from .algorithms import ALGORITHMS
 from .batch import Batch
 from .card import model_card
 from .config import TrainConfig
+from .conversations import ConversationStore
 from .distributed import Group, join, leave
 from .drafter import Drafter
 from .evaluate import Evaluation, evaluate
@@ -187,7 +188,10 @@ def _run(
         if store is None:
             say("waiting for the first record")
             store = follow.open_live(shards, config.follow_idle)
+    single = store is not None  # followed or given records are used one by one
     store, target = open_inputs(shards, target_path, store)
+    if not single:
+        store = ConversationStore(store)
     store = inputs.view(store, kind)
     if config.prompt_weight is None:
         everywhere = getattr(store.header, "final_scope", "response") == "all"
@@ -249,10 +253,12 @@ def _run(
         group.send_weights(objective.model)
     rows = objective.loss_rows
     facts["loss_vocab_size"] = size if rows is None else len(rows)
+    facts["compute_dtype"] = str(objective.model.compute_dtype).removeprefix("torch.")
     say(
         f"drafter: {facts['architecture']}; {facts['trainable_parameters']:,} of {facts['parameters']:,} "
         f"parameters trained; draft vocabulary {size:,} of {target.vocab_size:,} (covers {coverage:.2%} of "
-        f"training tokens), loss over {facts['loss_vocab_size']:,} of them"
+        f"training tokens), loss over {facts['loss_vocab_size']:,} of them; products in "
+        f"{facts['compute_dtype']}"
     )
     if config.sharding == "fsdp2" and group.size > 1:
         distributed.shard(objective.model, device, group)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from specdec_trainer import kernels
 from specdec_trainer.attention import Layout, attend, attend_in_chunks
+from specdec_trainer.build import compute_dtype
 from specdec_trainer.flex import attend_flex, make_block_mask
 from specdec_trainer.loss import softmax_parts
 
@@ -110,3 +111,20 @@ def test_a_cpu_keeps_the_plain_code(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 2, 4), torch.randn(3, 1, 4), torch.randn(3, 1, 4)
     out = attend(q, k, v, None, None, layout, 0.5)
     assert torch.equal(out, attend_in_chunks(q, k, v, None, None, layout, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "supported", "dtype"),
+    [
+        ("auto", "cpu", False, torch.float32),
+        ("auto", "cpu", True, torch.bfloat16),
+        ("auto", "cuda", False, torch.bfloat16),
+        ("bfloat16", "cpu", False, torch.bfloat16),
+        ("float32", "cuda", True, torch.float32),
+    ],
+)
+def test_products_are_in_a_dtype_that_the_machine_multiplies(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: str, supported: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    assert compute_dtype(name, torch.device(device)) is dtype

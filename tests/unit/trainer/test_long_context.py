@@ -23,9 +23,6 @@ vocab, hidden, supervised = 8192, 32, 3072
 parts = make_parts(dtype=torch.float32, vocab_size=vocab, draft_vocab_size=vocab, hidden_size=hidden,
                    intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8,
                    max_position_embeddings=32768)
-parts.model.compute_dtype = torch.bfloat16
-for name in ("weight", "rows"):
-    setattr(parts.teacher, name, getattr(parts.teacher, name).bfloat16())
 parts.model.lm_head.weight.requires_grad_(False)
 objective = Eagle3Objective(parts.model, parts.teacher, steps=2)
 parts.model.train()

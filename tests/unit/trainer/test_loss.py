@@ -155,8 +155,8 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
 import resource, torch
 from specdec_trainer.loss import TeacherHead, soft_cross_entropy
 g = torch.Generator().manual_seed(0)
-head = torch.randn(49152, 64, generator=g).bfloat16()
-hidden = torch.randn(4096, 64, generator=g).bfloat16().requires_grad_()
+head = torch.randn(49152, 64, generator=g)
+hidden = torch.randn(4096, 64, generator=g).requires_grad_()
 teacher = TeacherHead(head, None)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 final = hidden.detach()
