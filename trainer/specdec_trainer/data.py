@@ -112,7 +112,7 @@ def survey(
     out = Survey(counts=np.zeros(vocab_size, dtype=np.int64))
     for index in indices:
         record = store[index]
-        out.records += 1
+        out.records += len(getattr(record, "records", (record,)))
         out.tokens += record.num_tokens
         ids = np.asarray(record.token_ids)
         generated = generated_mask(record)
@@ -171,6 +171,9 @@ def row_weights(record: Record, prompt_weight: float) -> tuple[np.ndarray, np.nd
         reasons["after rows that were not captured"] = int((wanted & ~seen).sum())
         reasons["without the target's final state"] = int((wanted & seen & ~final).sum())
     reasons["at the first two positions of a sequence"] = int(generated[:2].sum())
+    if known := getattr(record, "known_tokens", 0):
+        # Trained in another branch of the same conversation. No answer is lost: here these are prompt.
+        weight[: max(0, known - 2)] = 0.0
     return weight, has_final, +reasons
 
 
@@ -194,7 +197,9 @@ def held_out(record: Record, fraction: float) -> bool:
 
 def conversation_hash(record: Record) -> float:
     """Uniform number in [0, 1) from the token ids before the first response."""
-    first = next((s.start for s in record.spans if s.kind == "response"), record.num_tokens)
+    first = getattr(record, "first_prompt", None)
+    if first is None:
+        first = next((s.start for s in record.spans if s.kind == "response"), record.num_tokens)
     prompt = np.ascontiguousarray(record.token_ids[: max(1, first)], dtype="<i4")
     digest = hashlib.blake2b(prompt.tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
