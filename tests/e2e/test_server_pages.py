@@ -113,6 +113,10 @@ def test_the_capture_page_moves_by_itself(wide, site):
         page.locator("[data-v='total.num_tokens']", has_text=f"{8_800 * seconds:,}").wait_for()
         if seconds > 63 and "full in" in forecast.inner_text():  # it needs a rate, over some looks
             break
+    rates = "[data-v='rates.rows_per_s'], [data-v='rates.tokens_per_s']"
+    shown = page.locator(rates).all_inner_texts()  # at once: of one moment
+    rows, tokens = (float(text.replace(",", "")) for text in shown)
+    assert tokens / rows == pytest.approx(8_800 / 9_000, rel=0.01)
     row = page.locator("#ranks tr[data-stream='gpu-7-1']")
     assert row.locator("[data-r=num_sealed]").inner_text() == f"{39 * seconds:,}"
     assert re.search(r"full in \d", forecast.inner_text())
