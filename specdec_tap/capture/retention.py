@@ -18,6 +18,9 @@ from .status import STATUS_NAME
 
 logger = logging.getLogger("specdec_tap.capture")
 
+MIN_JUMP_S = 5.0
+"""Less is drift, or a pause between two readings."""
+
 
 class Removed(NamedTuple):
     """A shard that was removed."""
@@ -25,6 +28,46 @@ class Removed(NamedTuple):
     stream: str
     shard: int
     num_bytes: int
+
+
+class Ages:
+    """Ages of files by a clock that may be set while this process runs.
+
+    Time by which the clock was set forward is no age: a shard of this morning is not a year old because the
+    machine's clock has moved by a year. What the clock did before this process began is not known here.
+
+    Args:
+        wall: Seconds since 1970, as files are stamped.
+        steady: Seconds that are never set and go on while the machine sleeps.
+    """
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        steady: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+    ) -> None:
+        self._wall, self._steady = wall, steady
+        self._last = (wall(), steady())
+        self._jumps: list[tuple[float, float]] = []  # clock before it was set, by how much it was
+
+    def look(self) -> None:
+        """Notice how the clock was set since the last look."""
+        wall, steady = self._wall(), self._steady()
+        before = self._last[0] + steady - self._last[1]
+        self._last = (wall, steady)
+        jump = wall - before
+        if jump >= MIN_JUMP_S:
+            logger.warning("the clock was set forward by %.0f s; shards are not taken for older by it", jump)
+            self._jumps.append((before, jump))
+        while jump <= -MIN_JUMP_S and self._jumps:  # set back: what came before may have been wrong
+            at, by = self._jumps.pop()
+            if by + jump >= MIN_JUMP_S:
+                self._jumps.append((at, by + jump))
+            jump = min(by + jump, 0.0)
+
+    def of(self, modified_s: float) -> float:
+        """Return how old a file with this time of modification is, in seconds, as of the last look."""
+        return self._last[0] - modified_s - sum(by for at, by in self._jumps if modified_s <= at)
 
 
 class _File(NamedTuple):
@@ -40,6 +83,7 @@ def enforce(
     *,
     max_bytes: int | None,
     max_age_s: float | None,
+    ages: Ages | None = None,
     may_go: Callable[[Path], bool] | None = None,
 ) -> list[Removed]:
     """Remove the oldest sealed shards until the folder is inside its bounds.
@@ -52,6 +96,7 @@ def enforce(
         own_stream: Name of the caller's stream.
         max_bytes: Most bytes of all shards together, journals included; None: no limit.
         max_age_s: Oldest a sealed shard may get, by its modification time, in seconds; None: no limit.
+        ages: Kept by a caller that comes again, so that a clock that is set meanwhile ages nothing.
         may_go: Asked before a shard is removed; where it says no (a store does not have it yet) the shard
             and later ones of its stream stay, and the folder may be larger than its bounds until then.
 
@@ -63,9 +108,10 @@ def enforce(
     living: dict[Path, bool] = {}
     waiting = set()
     removed = []
-    now = time.time()
+    ages = ages or Ages()
+    ages.look()
     for file in files:
-        too_old = max_age_s is not None and now - file.modified_s > max_age_s
+        too_old = max_age_s is not None and ages.of(file.modified_s) > max_age_s
         if not file.sealed or not (too_old or (max_bytes is not None and total > max_bytes)):
             continue
         folder = file.path.parent

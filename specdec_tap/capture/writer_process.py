@@ -34,7 +34,7 @@ from ..shards.layout import BlockRef, RecordMeta, ShardHeader
 from ..shards.writer import ShardWriter
 from . import protocol
 from .assembler import GRANULE, Assembler, NewRequest, SinkError
-from .retention import end_dead_streams, enforce, write_status
+from .retention import Ages, end_dead_streams, enforce, write_status
 from .ring import Ring
 from .status import SERVER_ID_VARIABLE, STATUS_NAME
 from .upload import BackgroundUpload
@@ -158,6 +158,7 @@ class Writer:
                 remove_local=self.config.upload_remove_local,
             )
         self.status_path = self.config.dir / self.header.stream / STATUS_NAME
+        self.ages = Ages()
         self._status_at = self._retention_at = 0.0
         self._num_errors = self._num_sealed = 0
 
@@ -283,6 +284,7 @@ class Writer:
             stream,
             max_bytes=config.max_bytes,
             max_age_s=config.max_age_s,
+            ages=self.ages,
             may_go=None if self.upload is None else self.upload.has,
         )
         for gone in removed:

@@ -11,7 +11,7 @@ import pytest
 from helpers.fake_engine import FakeRunner, make_header, make_tap, new_request, schedule
 
 from specdec_tap import open_shards
-from specdec_tap.capture.retention import end_dead_streams, enforce
+from specdec_tap.capture.retention import Ages, end_dead_streams, enforce
 from specdec_tap.shards.writer import ShardWriter
 
 
@@ -49,6 +49,108 @@ def test_shards_that_are_too_old_go_whatever_the_size(put, tmp_path):
     put("own/000001.safetensors", age_s=100)
     put("own/000002.safetensors", age_s=10)
     assert [r.shard for r in enforce(tmp_path, "own", max_bytes=None, max_age_s=60)] == [1]
+
+
+class Clock:
+    """A machine's clock that is set now and then, and what really passes."""
+
+    def __init__(self) -> None:
+        self.wall, self.steady = time.time(), 500.0
+
+    def sleep(self, seconds: float) -> None:
+        self.wall += seconds
+        self.steady += seconds
+
+    def ages(self) -> Ages:
+        return Ages(lambda: self.wall, lambda: self.steady)
+
+
+DAY = 86_400.0
+
+
+def test_a_clock_set_forward_makes_no_shard_older(put, tmp_path):
+    """A year ahead and back again, as a wrong time server does it; then the shards go when they are due."""
+    clock = Clock()
+    ages = clock.ages()
+
+    def removed() -> list[int]:
+        return [r.shard for r in enforce(tmp_path, "own", max_bytes=None, max_age_s=DAY, ages=ages)]
+
+    def made(number: int) -> None:
+        os.utime(put(f"own/{number:06d}.safetensors"), (clock.wall, clock.wall))
+
+    made(1)
+    clock.sleep(DAY / 2)
+    made(2)
+    assert removed() == []
+    clock.wall += 365 * DAY
+    assert removed() == []
+    made(3)
+    clock.sleep(DAY / 2 + 60)
+    assert removed() == [1]  # 2 is half a day old, 3 too
+    clock.wall -= 365 * DAY
+    assert removed() == []
+    clock.sleep(DAY / 2 + 60)
+    assert removed() == [2]
+    clock.wall += 365 * DAY
+    assert removed() == [3]  # written under that date, and by now a day old
+
+
+def test_a_clock_that_was_wrong_at_the_start_is_put_right(put, tmp_path):
+    """A machine without a battery begins in 1970; its disk has shards of yesterday and of last year."""
+    clock = Clock()
+    today, clock.wall = clock.wall, 60.0
+    ages = clock.ages()
+    put("own/000001.safetensors", age_s=2 * DAY)
+    put("own/000002.safetensors", age_s=DAY / 2)
+    os.utime(put("own/000003.safetensors"), (clock.wall, clock.wall))
+    bounds = {"max_bytes": None, "max_age_s": DAY, "ages": ages}
+    assert enforce(tmp_path, "own", **bounds) == []
+    clock.sleep(30)
+    clock.wall = today
+    assert [r.shard for r in enforce(tmp_path, "own", **bounds)] == [1]
+    clock.sleep(DAY * 0.75)
+    assert [r.shard for r in enforce(tmp_path, "own", **bounds)] == [2]
+    clock.sleep(DAY / 2)
+    assert [r.shard for r in enforce(tmp_path, "own", **bounds)] == [3]
+
+
+def test_small_steps_of_the_clock_are_nothing(caplog):
+    clock = Clock()
+    ages = clock.ages()
+    for step in (2.0, -2.0, 0.5, -3600.0):  # set back: files seem younger, and stay
+        clock.sleep(60)
+        clock.wall += step
+        ages.look()
+    assert ages.of(clock.wall - 10) == pytest.approx(10)
+    assert not caplog.records
+
+
+def test_the_writer_keeps_its_shards_when_the_clock_is_set_forward(tmp_path, monkeypatch):
+    """The real writer process, whose clock a module on its path sets forward by a year."""
+    path, flag, root = tmp_path / "path", tmp_path / "set", tmp_path / "shards"
+    path.mkdir()
+    (path / "sitecustomize.py").write_text(
+        f"import os, time\nreal = time.time\n"
+        f"time.time = lambda: real() + {365 * DAY} * os.path.exists({str(flag)!r})\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
+    tap, run = make_tap(root, hidden_size=16, max_age_s=3600), FakeRunner("v1", 16)
+    for number in range(2):  # the files' own times stay right: later ones would look a year old
+        tap.on_schedule(schedule([new_request(f"r{number}", [1, 2], max_tokens=1)]))
+        tap.on_step(run.step([f"r{number}"], [2], [0], [1, 2], [[3]]))
+        tap.on_schedule(schedule(finished=[f"r{number}"]))
+        tap.control("rotate")
+        deadline = time.monotonic() + 60
+        while tap.status()["writer"]["shards_sealed"] <= number:  # the folder is looked at then
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        flag.touch()
+    stream = tap.channel.header.stream
+    status = json.loads((root / stream / ".status.json").read_text())
+    assert status["updated_unix_s"] > time.time() + 364 * DAY
+    tap.channel.finish()
+    assert [r.meta.request_id for r in open_shards(root)] == ["r0", "r1"]
 
 
 def test_a_shard_that_must_stay_keeps_the_later_ones_of_its_stream(put, tmp_path):
