@@ -1,28 +1,35 @@
 """Runs vLLM in this process and writes what its drafter was given and what it proposed.
 
-Usage: python drafts_of_vllm.py MODEL DRAFTER OUT.safetensors STEPS DTYPE < prompts.json (lists of token ids)
+Usage: python drafts_of_vllm.py < jobs.json. A job is an object with ``model``, ``drafter``, ``out`` (a
+safetensors file), ``steps``, ``dtype`` and ``prompts`` (lists of token ids). Engines run one after another.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+from typing import Any
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1")
 
 
-def main(model: str, drafter: str, out: str, steps: int, dtype: str) -> None:
+def run(job: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import save_file
     from vllm import LLM, SamplingParams
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    prompts = json.load(sys.stdin)
+    print(f"drafter {job['drafter']}", flush=True)
     llm = LLM(
-        model=model, dtype=dtype, enforce_eager=True, max_model_len=512, max_num_seqs=4, seed=0,
+        model=job["model"], dtype=job["dtype"], enforce_eager=True, max_model_len=512, max_num_seqs=4, seed=0,
         enable_prefix_caching=False, skip_tokenizer_init=True, disable_log_stats=True,
-        speculative_config={"method": "eagle3", "model": drafter, "num_speculative_tokens": steps},
+        speculative_config={
+            "method": "eagle3", "model": job["drafter"], "num_speculative_tokens": job["steps"],
+        },
     )  # fmt: skip
+    core = llm.llm_engine.engine_core.engine_core
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     propose = runner.drafter.propose
     calls: list[dict[str, torch.Tensor]] = []
@@ -39,16 +46,20 @@ def main(model: str, drafter: str, out: str, steps: int, dtype: str) -> None:
 
     runner.drafter.propose = recorded
     tensors = {}
-    for i, prompt in enumerate(prompts):
+    params = SamplingParams(max_tokens=2, temperature=0, detokenize=False)
+    for i, prompt in enumerate(job["prompts"]):
         calls.clear()
-        llm.generate({"prompt_token_ids": prompt},
-        SamplingParams(max_tokens=2, temperature=0, detokenize=False),
-                     use_tqdm=False)  # fmt: skip
+        llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
         # The first call follows the prefill: the whole prompt and the first sampled token.
         for name, value in calls[0].items():
             tensors[f"{i}.{name}"] = value.contiguous()
-    save_file(tensors, out)
+    save_file(tensors, job["out"])
+    core.shutdown()
+    del llm, core, runner
+    gc.collect()
+    cleanup_dist_env_and_memory()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
+    for job in json.load(sys.stdin):
+        run(job)

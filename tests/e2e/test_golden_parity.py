@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,9 @@ TARGET = {
 
 VARIANTS = {
     "plain_full_vocab": {},
+    "tied": {},  # embeddings of the target
+    "own_layers": {"aux_layer_ids": (1, 3, 6)},  # not what vLLM takes without a list
+    "output_norm": {"norm_output": True},
     "eagle31_norms": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
     "fc_norm": {"fc_norm": True, "draft_vocab_size": 150},
     "reduced_vocab": {"draft_vocab_size": 37, "norm_before_residual": True},
@@ -57,10 +61,10 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def tiny_target(path: Path) -> Path:
-    """A random Llama checkpoint, tied to nothing, with activations of ordinary size."""
+def tiny_target(path: Path, tied: bool = False) -> Path:
+    """A random Llama checkpoint with activations of ordinary size; the head is its own or the embeddings."""
     g = torch.Generator().manual_seed(0)
-    c = TARGET
+    c = {**TARGET, "tie_word_embeddings": tied}
     h, i = c["hidden_size"], c["intermediate_size"]
     q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
 
@@ -82,6 +86,8 @@ def tiny_target(path: Path) -> Path:
                 "input_layernorm": torch.ones(h), "post_attention_layernorm": torch.ones(h),
             }.items()
         }  # fmt: skip
+    if tied:
+        del weights["lm_head.weight"]
     path.mkdir()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(c))
@@ -111,28 +117,45 @@ def random_drafter(target, seed: int, **changes) -> Eagle3Drafter:
     return model
 
 
-def drafts_of_vllm(
-    model: Path, drafter: Path, prompts: list[list[int]], out: Path, dtype: str, timeout: float = 300
-):
-    """``[(tokens, aux, next token, drafts)]`` of each prompt, from a process of its own."""
+@dataclass(frozen=True)
+class Drafted:
+    """What vLLM's drafter was given and proposed: ``(tokens, aux, next token, drafts)`` of each prompt."""
+
+    results: list[tuple[torch.Tensor, ...]]
+    log: str
+
+
+def drafts_of_vllm(jobs: dict[Path, tuple[Path, list[list[int]]]], dtype: str) -> dict[Path, Drafted]:
+    """vLLM's drafts by drafter, for a target and prompts each, from one process of its own.
+
+    Raises:
+        AssertionError: An engine failed; with the end of its log.
+    """
     script = Path(__file__).with_name("drafts_of_vllm.py")
-    command = [sys.executable, str(script), str(model), str(drafter), str(out), str(STEPS), dtype]
-    env = {**os.environ, "TRITON_BACKENDS_IN_TREE": "1"}
+    wanted = [
+        {"model": str(model), "drafter": str(drafter), "prompts": prompts, "steps": STEPS, "dtype": dtype,
+         "out": str(drafter.with_suffix(".safetensors"))}
+        for drafter, (model, prompts) in jobs.items()
+    ]  # fmt: skip
     done = subprocess.run(
-        command,
-        input=json.dumps(prompts),
+        [sys.executable, str(script)],
+        input=json.dumps(wanted),
         text=True,
-        capture_output=True,
-        timeout=timeout,
-        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=120 + 120 * len(jobs),
+        env={**os.environ, "TRITON_BACKENDS_IN_TREE": "1"},
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    tensors = load_file(out)
-    return [
-        tuple(tensors[f"{i}.{name}"] for name in ("tokens", "aux", "next", "drafts"))
-        for i in range(len(prompts))
-    ], done
+    assert done.returncode == 0, done.stdout[-9000:]
+    out = {}
+    for drafter, (_, prompts) in jobs.items():
+        tensors = load_file(drafter.with_suffix(".safetensors"))
+        names = ("tokens", "aux", "next", "drafts")
+        results = [tuple(tensors[f"{i}.{name}"] for name in names) for i in range(len(prompts))]
+        log = done.stdout.split(f"drafter {drafter}\n", 1)[1].split("\ndrafter ", 1)[0]
+        out[drafter] = Drafted(results, log)
+    return out
 
 
 def agreement(model: Eagle3Drafter, results) -> list[float]:
@@ -147,44 +170,80 @@ def agreement(model: Eagle3Drafter, results) -> list[float]:
     return same.mean(0).tolist()
 
 
+def random_prompts(shortest: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, 320, int(rng.integers(shortest, 90))).tolist() for _ in range(PROMPTS)]
+
+
 @pytest.fixture(scope="module")
-def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target(tmp_path_factory.mktemp("golden") / "target")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("golden")
+
+
+@pytest.fixture(scope="module")
+def targets(folder: Path) -> dict[bool, Path]:
+    """The target with a head of its own (False) and with tied embeddings (True)."""
+    return {tied: tiny_target(folder / f"target-{tied}", tied) for tied in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def drafted(folder: Path, targets: dict[bool, Path]) -> dict[str, Drafted]:
+    jobs = {}
+    for variant, changes in VARIANTS.items():
+        where = targets[variant == "tied"]
+        target = load_target(where)
+        model = random_drafter(target, 1, **changes)
+        export_drafter(model, folder / variant, target=target, dtype=torch.float32)
+        jobs[folder / variant] = (where, random_prompts(1))
+    found = drafts_of_vllm(jobs, "float32")
+    return {path.name: drafts for path, drafts in found.items()}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_vllm_proposes_what_the_trainer_proposes(variant: str, target_dir: Path, tmp_path: Path) -> None:
+def test_vllm_proposes_what_the_trainer_proposes(
+    variant: str, folder: Path, targets: dict[bool, Path], drafted: dict[str, Drafted]
+) -> None:
     """B61, B65, B68, B73, B93 to B98, B101, B103, B106."""
-    target = load_target(target_dir)
-    model = random_drafter(target, 1, **VARIANTS[variant])
-    export_drafter(model, tmp_path / "drafter", target=target, dtype=torch.float32)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 320, int(rng.integers(1, 90))).tolist() for _ in range(PROMPTS)]
-    results, done = drafts_of_vllm(
-        target_dir, tmp_path / "drafter", prompts, tmp_path / "out.safetensors", "float32"
-    )
-    loaded = load_drafter(tmp_path / "drafter", compute_dtype=torch.float32)
+    target = load_target(targets[variant == "tied"])
+    results = drafted[variant].results
+    loaded = load_drafter(folder / variant, compute_dtype=torch.float32)
     loaded.embed_weight = target.embed.torch()
     assert agreement(loaded, results) == [1.0] * STEPS
     # The engine shares the target's embedding, and the drafts are not all one token.
-    assert "without its own embed_tokens" in done.stdout + done.stderr
+    assert "without its own embed_tokens" in drafted[variant].log
     assert len({int(d) for *_, drafts in results for d in drafts[0]}) > 10
 
 
-def test_a_wrong_feedback_state_would_be_noticed(target_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["plain_full_vocab", "tied", "own_layers"])
+def test_vllm_reads_the_layers_of_the_export(
+    variant: str, targets: dict[bool, Path], drafted: dict[str, Drafted]
+) -> None:
+    """B10, B14: the states that the engine gives are those of the drafter's layers, not of its defaults."""
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_pretrained(targets[variant == "tied"], dtype=torch.float32)
+    layers = VARIANTS[variant].get("aux_layer_ids", (2, 4, 5))
+    tokens, aux, _, _ = max(drafted[variant].results, key=lambda result: len(result[0]))
+    with torch.no_grad():
+        states = hf(tokens[None].long(), output_hidden_states=True).hidden_states
+    expected = torch.cat([states[k][0] for k in layers], -1)
+    assert torch.allclose(aux, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    other = torch.cat([states[k][0] for k in (2, 4, 5) if layers != (2, 4, 5)] or [states[3][0]] * 3, -1)
+    assert not torch.allclose(aux, other, rtol=1e-3, atol=1e-2 * float(expected.abs().max()))
+
+
+def test_a_wrong_feedback_state_would_be_noticed(
+    targets: dict[bool, Path], drafted: dict[str, Drafted]
+) -> None:
     """The comparison has teeth: a trainer that feeds back another state, or rotates otherwise, disagrees."""
-    target = load_target(target_dir)
-    model = random_drafter(target, 1, norm_output=True)
-    export_drafter(model, tmp_path / "drafter", target=target, dtype=torch.float32)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 320, int(rng.integers(20, 90))).tolist() for _ in range(PROMPTS)]
-    results, _ = drafts_of_vllm(
-        target_dir, tmp_path / "drafter", prompts, tmp_path / "out.safetensors", "float32"
-    )
+    target = load_target(targets[False])
+    right = VARIANTS["output_norm"]
+    model = random_drafter(target, 1, **right)
     model.embed_weight = target.embed.torch()
+    results = [result for result in drafted["output_norm"].results if len(result[0]) >= 20]
     for changes in ({"norm_output": False}, {"norm_before_residual": True},
                     {"rope": {"rope_type": "default", "rope_theta": 1000.0}}):  # fmt: skip
-        wrong = random_drafter(target, 1, **{"norm_output": True, **changes})
+        wrong = random_drafter(target, 1, **{**right, **changes})
         wrong.load_state_dict(model.state_dict())
         wrong.embed_weight = model.embed_weight
         assert min(agreement(wrong, results)) < 0.95, changes
@@ -212,7 +271,7 @@ def test_a_real_model_in_bfloat16_agrees(tmp_path: Path) -> None:
         )
     rng = np.random.default_rng(0)
     prompts = [rng.integers(100, 10000, int(rng.integers(8, 200))).tolist() for _ in range(PROMPTS)]
-    results, _ = drafts_of_vllm(model_dir, drafter, prompts, tmp_path / "out.safetensors", "bfloat16")
+    results = drafts_of_vllm({drafter: (model_dir, prompts)}, "bfloat16")[drafter].results
     loaded = load_drafter(drafter)
     loaded.embed_weight = target.embed.torch()[: target.vocab_size]
     assert min(agreement(loaded, results)) >= 0.95

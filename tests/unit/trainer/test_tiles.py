@@ -90,8 +90,8 @@ def test_a_pack_uses_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = Eagle3Objective(parts.model, parts.teacher, steps=3)
     monkeypatch.setattr(attention, "_CHUNK_ELEMENTS", {"cpu": 1 << 14, "cuda": 1})
     rng = np.random.default_rng(1)
-    for _ in range(12):
-        sizes = rng.integers(40, 400, 4)
+    for _ in range(8):
+        sizes = rng.integers(40, 240, 4)
         batch = pack([
             make_document(rng, int(n), list(range(int(n) // 3, int(n))), dtype=torch.bfloat16) for n in sizes
         ])  # fmt: skip
@@ -100,4 +100,4 @@ def test_a_pack_uses_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
             objective.loss(batch).total.backward()
     new = [len(now - set().union(*seen[:i])) for i, now in enumerate(seen)]
     assert new[0] > 20
-    assert sum(new[6:]) / 6 < 0.2 * new[0], new
+    assert sum(new[5:]) / 3 < 0.2 * new[0], new
