@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from specdec_trainer.export import check_drafter, export_drafter, load_drafter
+    from specdec_trainer.export import check_drafter, check_notes, export_drafter, load_drafter
 
     from ..remote_target import local_target
     from ..target import load_target
@@ -42,13 +42,15 @@ def run(args: argparse.Namespace) -> int:
         for problem in problems:
             print(f"{source}: {problem}")
         if not problems:
+            for note in check_notes(source, target=target):
+                print(f"{source}: note: {note}")
             print(f"{source}: ok")
         return 1 if problems else 0
     if args.out is None:
         raise InputError("--out is missing: name the folder to write")
     card = source / "README.md"
     export_drafter(
-        load_drafter(source),
+        load_drafter(source, target_layers=None if target is None else target.num_hidden_layers),
         args.out,
         target=target,
         target_name=args.target_name,

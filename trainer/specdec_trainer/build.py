@@ -17,7 +17,7 @@ from specdec_tap.target import Target
 from .algorithms import ALGORITHMS
 from .config import TrainConfig
 from .drafter import Drafter
-from .export import load_drafter
+from .export import check_embedding, load_drafter
 from .loss import TeacherHead
 from .mla import KIMI_K2, LatentShape
 from .model import LAYERS, DraftConfig
@@ -255,12 +255,12 @@ def warm_start(
         algorithm: That it must have.
         target: Of the shards; sizes must agree.
         aux_layer_ids: The drafter's input here. Ids one lower in the drafter's config are SGLang's spelling
-            of the same layers.
+            of the same layers; a config without ids means the engines' default for this target.
 
     Raises:
-        InputError: It belongs to another target or other layers.
+        InputError: It belongs to another target or other layers, or has an embedding of its own.
     """
-    model = load_drafter(path, compute_dtype=torch.float32)
+    model = load_drafter(path, compute_dtype=torch.float32, target_layers=target.num_hidden_layers)
     theirs = model.config
     if theirs.algorithm != algorithm:
         raise InputError(
@@ -271,6 +271,7 @@ def warm_start(
             f"{str(path)!r} is a drafter for hidden size {theirs.hidden_size:,} and vocabulary "
             f"{theirs.vocab_size:,}; this target has {target.hidden_size:,} and {target.vocab_size:,}"
         )
+    check_embedding(path, target)
     ids = theirs.aux_layer_ids
     if ids != aux_layer_ids and tuple(i + 1 for i in ids) != aux_layer_ids:
         raise InputError(

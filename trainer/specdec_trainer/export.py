@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle  # its error class
 import shutil
 import uuid
 from pathlib import Path
@@ -292,7 +293,7 @@ def check_drafter(path: Path, *, target: Target | None = None) -> list[str]:
     """
     try:
         config, tensors = read_folder(path)
-        draft, _ = parse_config(config)
+        draft, _ = parse_config(config, None if target is None else target.num_hidden_layers)
     except (InputError, ConfigError) as err:
         return [str(err)]
     problems = []
@@ -302,7 +303,10 @@ def check_drafter(path: Path, *, target: Target | None = None) -> list[str]:
         if name not in tensors:
             problems.append(f"tensor {name} is missing")
         elif tuple(tensors[name].shape) != shape:
-            problems.append(f"tensor {name} has shape {list(tensors[name].shape)}; expected {list(shape)}")
+            text = f"tensor {name} has shape {list(tensors[name].shape)}; expected {list(shape)}"
+            if name == "fc.weight":
+                text += _fusion_width(config, draft, tensors[name])
+            problems.append(text)
     extra = sorted(set(tensors) - set(expected) - {"d2t", "t2d", "embed_tokens.weight"})
     if extra:
         problems.append(f"unexpected tensors: {', '.join(extra)}")
@@ -322,6 +326,48 @@ def check_drafter(path: Path, *, target: Target | None = None) -> list[str]:
                     "remove it"
                 )
     return problems
+
+
+def check_notes(path: Path, *, target: Target | None = None) -> list[str]:
+    """What an engine will decide for itself about a sound drafter folder."""
+    config = _read_config(path)
+    if ALGORITHMS[algorithm_of(config)].reads != "aux" or named_layers(config):
+        return []
+    layers = _target_layers(config, None if target is None else target.num_hidden_layers)
+    these = f"here {default_layers(layers)}" if layers else "N is the target's number of layers"
+    return [
+        "config.json names no aux layers (eagle_aux_hidden_state_layer_ids): vLLM will take its default "
+        f"(2, N//2, N-3), {these}; make sure that the drafter was trained on these"
+    ]
+
+
+def named_layers(config: dict[str, Any]) -> list[int]:
+    """Layer ids in ``config.json``; none where the engine takes its default."""
+    nested = config.get("eagle_config") or {}
+    key = "eagle_aux_hidden_state_layer_ids"
+    return list(config.get(key) or nested.get(key) or [])
+
+
+def default_layers(num_layers: int) -> list[int]:
+    """The layers that vLLM, and SGLang in its own spelling, takes for a drafter that names none."""
+    return sorted({2, num_layers // 2, num_layers - 3})
+
+
+def _target_layers(config: dict[str, Any], known: int | None) -> int:
+    """Decoder layers of a drafter's target; 0 where nothing tells."""
+    layers = known or int(config.get("target_num_hidden_layers") or 0)
+    return layers if layers >= 6 else 0
+
+
+def _fusion_width(config: dict[str, Any], draft: DraftConfig, fc: Tensor) -> str:
+    """Why ``fc`` has another width than the ids say, to be added to a message."""
+    ids, size = named_layers(config), draft.hidden_size
+    if not ids or fc.ndim != 2 or fc.shape[1] % size:
+        return ""
+    return (
+        f": config.json names {len(ids)} aux layers {ids}, but the tensor joins {fc.shape[1] // size}; leave "
+        "only those that are its input in eagle_aux_hidden_state_layer_ids"
+    )
 
 
 def _mapping_problems(draft: DraftConfig, d2t: Tensor | None, t2d: Tensor | None) -> list[str]:
@@ -356,24 +402,54 @@ def canonical_name(name: str) -> str:
 
 def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``config.json`` and all tensors of a drafter folder."""
+    config = _read_config(path)
+    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    if not files:
+        raise InputError(
+            f"{str(path)!r} is not a drafter folder: *.safetensors (or pytorch_model*.bin) is missing"
+        )
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= _read_tensors(file)
+    return config, tensors
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as err:
         raise InputError(f"{str(path)!r} is not a drafter folder: {err}") from err
-    files = sorted(path.glob("*.safetensors"))
-    if not isinstance(config, dict) or not files:
-        raise InputError(f"{str(path)!r} is not a drafter folder: config.json or *.safetensors is missing")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
+    if not isinstance(config, dict):
+        raise InputError(f"{str(path)!r} is not a drafter folder: config.json holds no object")
+    return config
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
         try:
-            tensors |= load_file(file)
+            return load_file(file)
         except (OSError, SafetensorError) as err:
             raise InputError(f"cannot read {str(file)!r}: {err}") from err
-    return config, tensors
+    try:
+        # weights_only: torch rebuilds tensors and plain containers, and calls nothing else of the pickle.
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as err:
+        raise InputError(
+            f"cannot read {str(file)!r} as plain tensors ({str(err).splitlines()[0]}); convert it to "
+            "model.safetensors where its pickle can be trusted"
+        ) from err
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise InputError(f"{str(file)!r} does not hold tensors by name; expected a state dict")
+    return tensors
 
 
-def parse_config(config: dict[str, Any]) -> tuple[DraftConfig, str]:
+def parse_config(config: dict[str, Any], target_layers: int | None = None) -> tuple[DraftConfig, str]:
     """Drafter settings from ``config.json`` of any format.
+
+    Args:
+        config: Its content.
+        target_layers: Decoder layers of the target, for a config that names no aux layers. Where nothing
+            tells, their ids are 1, 2, 3: right in number only.
 
     Returns:
         ``(settings, "vllm" | "speculators")``; ids of SGLang folders look like vLLM's and are taken as such
@@ -389,13 +465,13 @@ def parse_config(config: dict[str, Any]) -> tuple[DraftConfig, str]:
     inner = {**inner, **kind.unused}
     facts = config
     nested = config.get("eagle_config") or {}
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+    ids = named_layers(config)
     width = facts.get("num_aux_hidden_states") or (len(ids) if ids else 3)
     if kind.reads == "final":
         ids = []
     elif not ids:
-        layers = int(config.get("target_num_hidden_layers", 0))
-        ids = sorted({2, layers // 2, layers - 3}) if layers >= 6 else list(range(1, width + 1))
+        layers = _target_layers(config, target_layers)
+        ids = default_layers(layers) if layers else list(range(1, width + 1))
     layers_of = {kind.engine.model_type: name for name, kind in LAYERS.items()}
     layers_of["deepseek_v3"] = "kimik2"
     layer = layers_of.get(str(inner.get("model_type", "llama")))
@@ -461,16 +537,30 @@ def _parse_latent(inner: dict[str, Any]) -> LatentShape:
     )
 
 
-def load_drafter(path: Path, *, compute_dtype: torch.dtype = torch.bfloat16) -> Drafter:
+def load_drafter(
+    path: Path, *, compute_dtype: torch.dtype = torch.bfloat16, target_layers: int | None = None
+) -> Drafter:
     """A drafter folder as a model; ``lend_tables`` gives it what it shares with the target.
 
+    Args:
+        path: The folder.
+        compute_dtype: Of the products.
+        target_layers: Decoder layers of the target, for a config that names no aux layers.
+
     Raises:
-        InputError: The folder is not a whole drafter.
+        InputError: The folder is not a whole drafter, or nothing tells which layers it reads.
     """
     if problems := check_drafter(path):
         raise InputError(f"{str(path)!r} cannot be loaded: " + "; ".join(problems))
     config, tensors = read_folder(path)
-    draft, _ = parse_config(config)
+    draft, _ = parse_config(config, target_layers)
+    reads_aux = ALGORITHMS[draft.algorithm].reads == "aux"
+    if reads_aux and not (named_layers(config) or _target_layers(config, target_layers)):
+        raise InputError(
+            f"config.json in {str(path)!r} names no aux layers (eagle_aux_hidden_state_layer_ids), and the "
+            "engines' default (2, N//2, N-3) depends on the target's N layers; name the target (--target) or "
+            "write the ids into the file"
+        )
     kind = ALGORITHMS[draft.algorithm]
     model = kind(draft, compute_dtype=compute_dtype)
     weights = kind.own_names({canonical_name(n): t for n, t in tensors.items()})
@@ -488,6 +578,31 @@ def lend_tables(model: Drafter, target: Target) -> None:
     if not model.own_head:
         head = target.head.torch()[: target.vocab_size]
         model.lm_head.weight.data.copy_(head.float() * target.logit_scale)
+
+
+def check_embedding(path: Path, target: Target) -> None:
+    """Refuse a drafter with an embedding of its own: here it would get the target's.
+
+    Raises:
+        InputError: Its rows are not the target's.
+    """
+    embed = {canonical_name(n): t for n, t in read_folder(path)[1].items()}.get("embed_tokens.weight")
+    if embed is None:
+        return
+    theirs = target.embed.torch()[: target.vocab_size]
+    if embed.shape == theirs.shape:
+        # As engines compare them: in the dtype they are served in.
+        differ = int((embed.bfloat16() != theirs.bfloat16()).any(1).sum())
+        if not differ:
+            return
+        how = f"{differ:,} of {len(theirs):,} rows differ"
+    else:
+        how = f"its shape is {list(embed.shape)}, the target's {list(theirs.shape)}"
+    raise InputError(
+        f"{str(path)!r} has an embed_tokens.weight of its own ({how}), but a drafter is trained and exported "
+        "with the target's embedding; take the tensor out of the folder to start with the target's, or start "
+        "from a drafter that shares it"
+    )
 
 
 def target_ids_of(model: Drafter) -> np.ndarray | None:
