@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from specdec_trainer import build
 from specdec_trainer.config import TrainConfig
 from specdec_trainer.export import check_drafter, export_drafter, load_drafter
+from specdec_trainer.mla import LatentShape
 from specdec_trainer.run import run
 from trainer_fakes import TARGET_CONFIG, learnable_store, make_parts, tiny_target
 
@@ -83,7 +84,15 @@ def test_sglang_layout(tmp_path: Path) -> None:
     """B104: midlayer names, both maps always, ids that mean outputs of layers."""
     _, out, config, tensors = exported(tmp_path, "sglang", draft_vocab_size=11)
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
-    assert {n.split(".")[0] for n in tensors} == {"midlayer", "fc", "norm", "lm_head", "d2t", "t2d"}
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert set(tensors) == {
+        "d2t", "t2d", "fc.weight", "lm_head.weight", "norm.weight", "midlayer.hidden_norm.weight",
+        "midlayer.input_layernorm.weight", "midlayer.post_attention_layernorm.weight",
+        "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight",
+        "midlayer.self_attn.v_proj.weight", "midlayer.self_attn.o_proj.weight",
+        "midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight", "midlayer.mlp.down_proj.weight",
+    }  # fmt: skip
     assert check_drafter(out) == []
 
 
@@ -101,10 +110,32 @@ def test_speculators_layout(tmp_path: Path) -> None:
 def test_trtllm_refuses_what_it_cannot_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no norm_before_residual, norm_before_fc, norm_output"):
         exported(tmp_path, "trtllm", **NORMS)
-    exported(tmp_path, "trtllm", draft_vocab_size=11)
+    _, out, config, tensors = exported(tmp_path, "trtllm", draft_vocab_size=11)
+    # Outputs of layers, as SGLang counts.
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert "midlayer.hidden_norm.weight" in tensors
+    assert check_drafter(out) == []
 
 
-@pytest.mark.parametrize("format", ["vllm", "sglang", "speculators"])
+def test_kimik2_is_written_for_vllm_and_for_no_other(tmp_path: Path) -> None:
+    """vLLM's speculators reader knows llama and qwen3 only."""
+    latent = LatentShape(q_lora_rank=5, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=8, v_head_dim=5)
+    changes = {"layer": "kimik2", "num_kv_heads": 4, "latent": latent, "fc_norm": True}
+    _, out, config, tensors = exported(tmp_path, **changes)
+    assert config["architectures"] == ["Eagle3DeepseekV3ForCausalLM"]
+    assert config["model_type"] == "kimi_k2"
+    assert "layers.0.self_attn.kv_a_proj_with_mqa.weight" in tensors
+    assert check_drafter(out) == []
+    for format in ("speculators", "sglang", "trtllm"):
+        with pytest.raises(
+            ConfigError, match=rf"layer kimik2 cannot be expressed in the {format} format; export for vllm"
+        ):
+            exported(tmp_path, format, **changes)
+        assert not (tmp_path / format).exists()
+
+
+@pytest.mark.parametrize("format", ["vllm", "sglang", "trtllm", "speculators"])
 @pytest.mark.parametrize("changes", [
     {}, {"draft_vocab_size": 11, **NORMS}, {"fc_norm": True}, {"attention_bias": True, "mlp_bias": True},
     {"rope": {"rope_type": "yarn", "rope_theta": 5e6, "factor": 4.0, "original_max_position_embeddings": 64}},
@@ -114,11 +145,17 @@ def test_a_folder_read_back_is_the_same_drafter(tmp_path: Path, format: str, cha
     """B73, B96: every fact that changes the arithmetic survives the round trip."""
     from dataclasses import replace
 
+    lacking = [
+        n for n in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if changes.get(n)
+    ]
+    if format == "trtllm" and lacking:
+        with pytest.raises(ConfigError, match=f"has no {', '.join(lacking)}"):
+            exported(tmp_path, format, **changes)
+        return
     model, out, _, _ = exported(tmp_path, format, **changes)
     loaded = load_drafter(out, compute_dtype=torch.float32)
-    ids = (
-        model.config.aux_layer_ids if format != "sglang" else tuple(i - 1 for i in model.config.aux_layer_ids)
-    )
+    shift = 1 if format in ("sglang", "trtllm") else 0
+    ids = tuple(i - shift for i in model.config.aux_layer_ids)
     assert loaded.config == replace(model.config, aux_layer_ids=ids)
     for name, tensor in model.state_dict().items():
         want = tensor if tensor.dtype == torch.int64 else tensor.bfloat16().float()
