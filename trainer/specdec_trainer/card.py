@@ -29,7 +29,9 @@ def model_card(
     }
     lines = [
         "---",
-        "license: other  # state the license of the target and of the traffic before sharing",
+        f"license: {config.license}"
+        if config.license
+        else "license: other  # must be chosen: see the licenses of the target and of the traffic",
         *([f"base_model: {target_name}"] if target_name else []),
         f"tags: [speculative-decoding, {facts['algorithm']}]",
         "---",

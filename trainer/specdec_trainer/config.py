@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import re
 import textwrap
 import types
 import typing
@@ -168,6 +169,9 @@ class TrainConfig:
     """Experiment trackers beside log.jsonl and TensorBoard: wandb, mlflow or wandb,mlflow. Each reads its own
     environment variables."""
 
+    license: str | None = None
+    """License named on the model card, such as apache-2.0; None says there that it must be chosen."""
+
     # -- training beside a server (--follow)
     follow_start: int = 20_000
     """Supervised tokens to wait for before the draft vocabulary is chosen and training starts."""
@@ -246,6 +250,8 @@ class TrainConfig:
             problems.append(f"ttt_decay is {self.ttt_decay}; expected more than 0, at most 1")
         if self.norm_before_fc and self.fc_norm:
             problems.append("norm_before_fc and fc_norm are both set; choose one, the engines apply only one")
+        if self.license is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", self.license):
+            problems.append(f"license is {self.license!r}; expected a name such as apache-2.0")
         unknown = [t for t in self.tracker_names if t not in ("wandb", "mlflow")]
         if unknown:
             problems.append(f"trackers names {unknown[0]!r}; expected wandb, mlflow or wandb,mlflow")

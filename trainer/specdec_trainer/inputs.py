@@ -34,6 +34,60 @@ def view(store: Any, kind: type[Drafter]) -> Any:
     return FinalStore(store)
 
 
+Place = list[int]
+"""``[shard, ordinal]`` of a record in its stream."""
+
+
+def held_records(store: Any) -> dict[str, Any]:
+    """What a store holds now, to find the same records again: ``last`` of each stream, and how many."""
+    last: dict[str, Place] = {}
+    for index in range(len(store)):
+        stream, place = _place(store[index])
+        last[stream] = max(place, last.get(stream, place))
+    return {"last": last, "count": len(store)}
+
+
+def as_it_was(store: Any, then: dict[str, Any], shards: Any) -> Any:
+    """The records of a store that ``held_records`` counted.
+
+    Raises:
+        InputError: Some of them are gone.
+    """
+    indices = []
+    for index in range(len(store)):
+        stream, place = _place(store[index])
+        if place <= then["last"].get(stream, [-1, -1]):
+            indices.append(index)
+    if len(indices) != then["count"]:
+        raise InputError(
+            f"the run started with {then['count']:,} records, of which {str(shards)!r} now holds "
+            f"{len(indices):,}, and a resumed run must see the same; put them back, or start a new run with "
+            "--init-from"
+        )
+    return store if len(indices) == len(store) else Subset(store, indices)
+
+
+def _place(record: Any) -> tuple[str, Place]:
+    stream, shard, ordinal = record.id.rsplit("/", 2)
+    return stream, [int(shard), int(ordinal)]
+
+
+class Subset:
+    """Some records of a store; everything else is the store's."""
+
+    def __init__(self, store: Any, indices: list[int]) -> None:
+        self._store, self._indices = store, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._store[self._indices[index]]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
 class FinalRecord:
     """A captured request whose input states are the final ones, ``[rows, 1, H]``."""
 

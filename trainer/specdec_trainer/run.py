@@ -40,6 +40,9 @@ from .optim import Optimizers, WeightAverage
 from .predictions import write_predictions
 from .trackers import open_trackers
 
+_FEW_SUPERVISED = 0.02
+"""Share of tokens below which something is probably wrong."""
+
 
 @dataclass(slots=True)
 class Result:
@@ -190,6 +193,28 @@ def _run(
             store = follow.open_live(shards, config.follow_idle)
     single = store is not None  # followed or given records are used one by one
     store, target = open_inputs(shards, target_path, store)
+    if skipped := getattr(store, "skipped", []):
+        say(
+            f"{len(skipped):,} entries of {str(shards)!r} are left out, such as: {skipped[0]}; 'specdec-tap "
+            "shards verify' lists them"
+        )
+    checkpoints = readable_checkpoints(out) if resume and out else []
+    if resume and not checkpoints:
+        raise InputError(f"no checkpoint in {str(out)!r}; start without --resume")
+    records = None
+    if not live:
+        # The order of training is one of the records there were.
+        records = checkpoint.read(checkpoints[0])[1]["facts"].get("records") if checkpoints else None
+        if records is None:
+            records = inputs.held_records(store)
+        else:
+            total = len(store)
+            store = inputs.as_it_was(store, records, shards)
+            if later := total - len(store):
+                say(
+                    f"{later:,} records came after this run began and are left out; start a new one with "
+                    "--init-from to train on them"
+                )
     if not single:
         store = ConversationStore(store)
     store = inputs.view(store, kind)
@@ -204,10 +229,6 @@ def _run(
         if config.init_from is None
         else building.warm_start(config.init_from, target, aux_ids, config.algorithm)
     )
-
-    checkpoints = readable_checkpoints(out) if resume and out else []
-    if resume and not checkpoints:
-        raise InputError(f"no checkpoint in {str(out)!r}; start without --resume")
 
     # What to train on.
     feed = None
@@ -224,7 +245,7 @@ def _run(
         held = _survey(config, target, store, evaluation, 0.0)  # a server drafts answers only
     say(f"training: {survey.explain()}")
     say(f"held out: {held.records:,} records, {held.supervised:,} supervised tokens")
-    check_supervised(survey)
+    check_supervised(survey, say)
 
     # What to train.
     if source is not None and config.draft_vocab_size is None:
@@ -281,6 +302,7 @@ def _run(
             # The file holds the first process's generator.
             generator.manual_seed((config.seed * 1000 + group.rank) * 1_000_003 + state.step)
         say(f"resumed from step {state.step:,} ({checkpoints[0].name})")
+    shared["records"] = records  # compared above, and with words of its own
     log = None
     if group.first:
         prepare_folder(folder, resume=resume)
@@ -569,10 +591,17 @@ def open_inputs(shards: Path, target_path: Path | None, store: Any = None) -> tu
     return store, target
 
 
-def check_supervised(survey: data.Survey) -> None:
-    """Stop before step 1 when nothing would be learnt."""
+def check_supervised(survey: data.Survey, say: Callable[[str], None] = lambda text: None) -> None:
+    """Stop before step 1 when nothing would be learnt; say when it is hardly anything."""
     if survey.supervised == 0:
         raise InputError(f"0 supervised tokens: nothing to train on. Found {survey.explain()}")
+    share = survey.supervised / max(1, survey.tokens)
+    if share < _FEW_SUPERVISED:
+        say(
+            f"warning: only {survey.supervised:,} of {survey.tokens:,} tokens ({share:.2%}) are supervised; "
+            "below 2 % the spans of the answers are often wrong ('specdec-tap shards ls --records' shows "
+            "them), else capture with SPECDEC_TAP_FINAL_HIDDEN=all to train on prompts too"
+        )
 
 
 def _survey(

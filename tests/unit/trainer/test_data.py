@@ -98,6 +98,16 @@ def test_no_supervised_token_stops_with_counts() -> None:
         check_supervised(survey)
 
 
+def test_few_supervised_tokens_are_warned_of_with_numbers() -> None:
+    """B57: under 2 % the run goes on, and says so."""
+    said: list[str] = []
+    for prompt, response in ((990, 10), (97, 3)):
+        store = FakeStore([random_record(rng(), prompt, response)])
+        check_supervised(data.survey(store, [0], vocab_size=23, max_length=5000), said.append)
+    assert len(said) == 1
+    assert said[0].startswith("warning: only 10 of 1,000 tokens (1.00%) are supervised; below 2 %")
+
+
 def test_ids_outside_the_vocabulary_are_left_out() -> None:
     record = random_record(rng(), 2, 5)
     record.token_ids[3] = 99

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from specdec_trainer import checkpoint, loop, runlog
 from specdec_trainer.config import TrainConfig
+from specdec_trainer.evaluate import Evaluation
 from specdec_trainer.export import check_drafter
 from specdec_trainer.run import run
 from trainer_fakes import FakeRecord, FakeStore, learnable_store, tiny_target
@@ -311,6 +312,50 @@ def test_prompt_tokens_train_where_the_target_said_something_about_them(target: 
         counts[name] = first["training"]["supervised_tokens"], first["held_out"]["supervised_tokens"]
     assert counts["everything"][0] > counts["answers"][0]
     assert counts["everything"][1] == counts["answers"][1]
+
+
+def test_a_worse_last_evaluation_leaves_the_best_drafter(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the card has the numbers of the best one, and the license that was set."""
+    lengths, exported = [1.5, 2.25, 1.25, 1.75], []
+    drafter = tmp_path / "run" / "drafter"
+
+    def worse_later(*_, **__) -> Evaluation:
+        if drafter.is_dir():
+            exported.append((drafter / "model.safetensors").read_bytes())
+        length = lengths[min(len(exported), 3)]
+        return Evaluation((1.0,), (3,), (4,), 4, (round(4 * length) - 4,), 4)
+
+    monkeypatch.setattr("specdec_trainer.run.evaluate", worse_later)
+    result = go(target, tmp_path / "run", epochs=4, license="apache-2.0", draft_vocab_size=40)
+    evals = [x["simulated_acceptance_length"] for x in lines(tmp_path / "run", "eval")]
+    assert evals == lengths
+    best_step = lines(tmp_path / "run", "eval")[1]["step"]
+    assert (result.state.best, result.state.best_step) == (2.25, best_step)
+    # Seen at the third and fourth evaluation, and now: what the second one left.
+    after = (drafter / "model.safetensors").read_bytes()
+    assert exported[0] != exported[1] == exported[2] == after
+    newest = weights_of(tmp_path / "run")
+    assert not torch.equal(
+        load_file(drafter / "model.safetensors")["fc.weight"].float(), newest["model.fc.weight"]
+    )
+    card = (drafter / "README.md").read_text()
+    training = lines(tmp_path / "run", "start")[0]["training"]
+    rows = next(x["tokens"] for x in lines(tmp_path / "run", "train") if x["step"] == best_step)
+    for text in (
+        "\nlicense: apache-2.0\n", "draft tokens) | 2.250 |", "Held-out accuracy by draft token | 0.750 |",
+        f"| {training['records']:,} requests, {training['supervised_tokens']:,} supervised tokens |",
+        f"| {best_step:,} steps, {rows:,} tokens, 3 TTT steps |",
+    ):  # fmt: skip
+        assert text in card, text
+
+
+def test_a_card_without_a_license_says_that_one_must_be_chosen(target: Path, tmp_path: Path) -> None:
+    result = go(target, tmp_path / "run", epochs=1)
+    assert "\nlicense: other  # must be chosen" in (result.drafter / "README.md").read_text()
+    with pytest.raises(ConfigError, match=r"license is 'a\\nb: c'; expected a name such as apache-2\.0"):
+        TrainConfig(license="a\nb: c")
 
 
 def test_config_problems_are_reported_together() -> None:
