@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.tiny import make_eagle3_drafter, make_llama, make_tokenizer
+from helpers.families import make_unsupported
+from helpers.tiny import make_eagle3_drafter, make_llama
 
 from specdec_tap.cli import main
 from specdec_tap.serving import VllmServer
@@ -146,14 +147,11 @@ def test_a_server_that_vllm_refuses_says_why(models, tmp_path, capsys):
     [
         ("llama", 0, "LlamaForCausalLM has the EAGLE-3 interface; 8 layers, hidden size 64, bfloat16"),
         ("gpt2", 1, "GPT2LMHeadModel has no EAGLE-3 interface in vllm"),
-        ("opt", 1, "OPTForCausalLM has no EAGLE-3 interface in vllm"),
-        ("bert", 1, "the model is served for pooling"),
-        ("t5", 1, "the model is an encoder-decoder"),
-        ("unheard", 1, "'UnheardOfForCausalLM'"),
     ],
 )
 def test_the_doctor_asks_vllm_about_the_model(models, tmp_path, capsys, kind, code, message):
-    folder = models["llama"] if kind == "llama" else make_config(tmp_path / kind, kind)
+    """test_doctor_families.py asks about the others."""
+    folder = models["llama"] if kind == "llama" else make_unsupported(tmp_path / kind, kind)
     assert main(["doctor", str(folder), "--json", "-"]) == code
     report = json.loads(capsys.readouterr().out)
     details = {check["name"]: check["detail"] for check in report["checks"]}
@@ -162,30 +160,3 @@ def test_the_doctor_asks_vllm_about_the_model(models, tmp_path, capsys, kind, co
         assert details["aux layers"] == "[2, 4, 5] by default (2, N//2, N-3)"
         assert details["runner"] == "model runner V1 on cpu"
         assert report["sizes"]["raw_bytes_per_token"] == 4 * 64 * 2
-
-
-def make_config(folder: Path, kind: str) -> Path:
-    """Save a config and a tokenizer without weights: the doctor must not need them."""
-    import transformers
-
-    small = {"vocab_size": 320, "bos_token_id": 1, "eos_token_id": 2}
-    layers = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
-    config = {
-        "gpt2": lambda: transformers.GPT2Config(**small, n_embd=64, n_layer=4, n_head=2),
-        "opt": lambda: transformers.OPTConfig(**small, **layers, ffn_dim=128, word_embed_proj_dim=64),
-        "bert": lambda: transformers.BertConfig(**small, **layers),
-        "t5": lambda: transformers.T5Config(**small, d_model=64, num_layers=2),
-        "unheard": lambda: transformers.LlamaConfig(**small, **layers),
-    }[kind]()
-    config.architectures = [
-        {
-            "gpt2": "GPT2LMHeadModel",
-            "opt": "OPTForCausalLM",
-            "bert": "BertModel",
-            "t5": "T5ForConditionalGeneration",
-            "unheard": "UnheardOfForCausalLM",
-        }[kind]
-    ]
-    config.save_pretrained(folder)
-    make_tokenizer(folder)
-    return folder

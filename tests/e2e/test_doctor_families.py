@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.families import FAMILIES, NUM_LAYERS, make_family
+from helpers.families import FAMILIES, NUM_LAYERS, make_family, make_unsupported
 
 from specdec_tap import doctor
 
@@ -22,6 +22,14 @@ print("ANSWERS" + json.dumps({name: answer(path) for name, path in json.loads(sy
 """
 
 
+UNSUPPORTED = {
+    "opt": "OPTForCausalLM has no EAGLE-3 interface in vllm",
+    "bert": "the model is served for pooling",
+    "t5": "the model is an encoder-decoder",
+    "unheard": "'UnheardOfForCausalLM'",
+}
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, doctor.Report]:
     """One process asks about every family: the import of vLLM is most of the time."""
@@ -31,6 +39,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, doctor.Report
         models[name] = make_family(name, folder / name)
         for weights in models[name].rglob("*.safetensors"):
             weights.unlink()  # a config is enough
+    for name in UNSUPPORTED:
+        models[name] = make_unsupported(folder / name, name)
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "SPECDEC_TAP": "off", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
         [sys.executable, "-c", ASK, json.dumps({name: str(path) for name, path in models.items()})],
@@ -42,7 +52,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, doctor.Report
     for name, said in answers.items():
         out[name] = report = doctor.Report()
         doctor.check_model(report, name, said)
-        if not said["why_not"]:
+        if said.get("why_not", "no answer") in (None, ""):
             target = doctor.target_config(str(models[name]))
             assert target is not None
             doctor.check_drafter_layer(report, target)
@@ -64,3 +74,10 @@ def test_the_doctor_says_what_the_support_matrix_says(name: str, reports: dict[s
     latent = "attention_backend" in family.engine
     assert found["drafter"].detail.startswith("layer kimik2" if latent else "layer llama")
     assert found["algorithms"].detail.startswith("eagle3, peagle, eagle1, medusa")
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_the_doctor_says_why_a_model_cannot_be_tapped(name: str, reports: dict[str, doctor.Report]) -> None:
+    found = {check.name: check for check in reports[name].checks}
+    assert reports[name].failed
+    assert UNSUPPORTED[name] in found["model"].detail

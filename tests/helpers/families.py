@@ -330,3 +330,30 @@ FAMILIES: dict[str, Family] = {
     "llama4": Family(config=_llama4),
     "glm4-moe": Family(config=_glm4_moe, refused="Glm4MoeForCausalLM has no EAGLE-3 interface"),
 }
+
+
+def make_unsupported(folder: Path, kind: str) -> Path:
+    """Save a config and a tokenizer without weights: the doctor must not need them."""
+    import transformers
+
+    small = {"vocab_size": 320, "bos_token_id": 1, "eos_token_id": 2}
+    layers = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = {
+        "gpt2": lambda: transformers.GPT2Config(**small, n_embd=64, n_layer=4, n_head=2),
+        "opt": lambda: transformers.OPTConfig(**small, **layers, ffn_dim=128, word_embed_proj_dim=64),
+        "bert": lambda: transformers.BertConfig(**small, **layers),
+        "t5": lambda: transformers.T5Config(**small, d_model=64, num_layers=2),
+        "unheard": lambda: transformers.LlamaConfig(**small, **layers),
+    }[kind]()
+    config.architectures = [
+        {
+            "gpt2": "GPT2LMHeadModel",
+            "opt": "OPTForCausalLM",
+            "bert": "BertModel",
+            "t5": "T5ForConditionalGeneration",
+            "unheard": "UnheardOfForCausalLM",
+        }[kind]
+    ]
+    config.save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
