@@ -306,7 +306,7 @@ def check_layers(aux_layer_ids: tuple[int, ...], target: Target) -> None:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Dtype of the matrix products on ``device`` for the setting ``name``: ``auto``, ``bfloat16``, ``float32``.
+    """Dtype of the matrix products on ``device`` for the setting ``dtype``.
 
     A CPU without AVX-512 (or Arm's bfloat16 instructions) has no bfloat16 product but a scalar one, 20 to 90
     times as slow as float32.
