@@ -165,6 +165,10 @@ def encode_index(index: Index) -> bytes:
     return head + zstandard.ZstdCompressor(level=3).compress(body)
 
 
+MAX_FRAMES = 1 << 23
+"""Most blocks and records of one shard: a reader holds them in memory, and a sparse file claims any size."""
+
+
 def decode_index(payload: bytes, max_entries: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Inverse of ``encode_index``.
 
@@ -181,7 +185,7 @@ def decode_index(payload: bytes, max_entries: int) -> tuple[dict[str, np.ndarray
     if len(payload) < _INDEX_HEAD.size:
         raise CorruptShardError("INDEX payload is shorter than its head")
     version, zero, num_blocks, num_records, zero2 = _INDEX_HEAD.unpack_from(payload)
-    if version != 1 or zero or zero2 or num_blocks + num_records > max_entries:
+    if version != 1 or zero or zero2 or num_blocks + num_records > min(max_entries, MAX_FRAMES):
         raise CorruptShardError(
             f"INDEX head says version {version}, {num_blocks:,} blocks, {num_records:,} records"
         )

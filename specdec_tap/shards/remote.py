@@ -1,8 +1,8 @@
 """Shards in object stores: any fsspec URL for reading, and uploading of sealed shards in the background.
 
 Reading fetches ranges of a few megabytes, never whole files, and keeps them in a local cache. Uploading is
-one way and safe to repeat: a shard counts as uploaded when the store shows a file of its size, and nothing
-is deleted here unless asked for, and then only after that.
+one way and safe to repeat: a shard counts as uploaded when the store shows a file of its size and header, and
+nothing is deleted here unless asked for, and then only after that. Another writer's file is never replaced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, ShardError
-from .frames import SEALED_SUFFIX
+from .frames import HEADER_AREA_BYTES, SEALED_SUFFIX, unpack_header_area
 from .writer import SHARD_NAME
 
 logger = logging.getLogger("specdec_tap.shards.remote")
@@ -294,6 +294,10 @@ class UploadReport:
     """Files that were left for the next round because the store seems to be away."""
 
 
+class NameTakenError(ShardError):
+    """The store has another writer's shard under a shard's name."""
+
+
 class Uploader:
     """Copies sealed shards and ``target/`` of a local folder to a store, again and again if wanted."""
 
@@ -326,6 +330,7 @@ class Uploader:
         self._wanted = wanted
         self._known: dict[str, int] = {}
         """Size of each file that the store has, by its path inside the folder."""
+        self._taken: set[str] = set()
         protocols = self._fs.protocol if isinstance(self._fs.protocol, list | tuple) else (self._fs.protocol,)
         self._atomic = any(p in _ATOMIC_PROTOCOLS for p in protocols)
 
@@ -342,12 +347,19 @@ class Uploader:
             try:
                 size = path.stat().st_size
                 if self._known.get(inside) != size:
-                    if self._remote_size(inside) == size:
+                    if self._is_there(path, inside, size):
                         report.already_there += 1
                     else:
                         self._upload(path, inside, size)
                         report.uploaded.append(inside)
                     self._known[inside] = size
+            except NameTakenError as err:
+                report.failed.append(str(err))
+                waiting.add(path.parent)
+                if inside not in self._taken:
+                    self._taken.add(inside)
+                    logger.warning("%s", err)
+                continue
             except Exception as err:
                 if not path.exists():
                     continue  # retention removed it meanwhile
@@ -413,6 +425,32 @@ class Uploader:
             return int(self._fs.info(f"{self._base.rstrip('/')}/{inside}")["size"])
         except FileNotFoundError:
             return None
+
+    def _is_there(self, path: Path, inside: str, size: int) -> bool:
+        """Whether the store has this file as it is here.
+
+        Raises:
+            NameTakenError: It has another writer's shard under this name.
+        """
+        there = self._remote_size(inside)
+        if there is None or inside.startswith(f"{_TARGET}/"):
+            return there == size
+        with path.open("rb") as file:
+            ours = file.read(HEADER_AREA_BYTES)
+        theirs = self._fs.cat_file(f"{self._base.rstrip('/')}/{inside}", start=0, end=HEADER_AREA_BYTES)
+        if theirs == ours:
+            return there == size
+        try:
+            heads = [unpack_header_area(ours, size).header, unpack_header_area(theirs, there).header]
+        except ShardError:
+            return False  # cut short there, or damaged: it is written again
+        if heads[0].created_unix_s != heads[1].created_unix_s:  # repair and forget keep it
+            raise NameTakenError(
+                f"{inside}: {self._url} has a shard of this name that another writer made; upload to a "
+                "folder of its own, or name the stream otherwise",
+                path=path,
+            )
+        return False
 
     def _upload(self, path: Path, inside: str, size: int) -> None:
         final = f"{self._base.rstrip('/')}/{inside}"

@@ -35,7 +35,7 @@ from .frames import (
     pack_header_area,
 )
 from .layout import MAX_SHARD, BlockRef, RecordMeta, ShardHeader, check_stream_name, dump_json
-from .records import Index, encode_index, encode_record
+from .records import MAX_FRAMES, Index, encode_index, encode_record
 
 logger = logging.getLogger("specdec_tap.shards.writer")
 
@@ -327,7 +327,9 @@ class ShardWriter:
             raise ShardError("the writer is closed", path=self._dir)
         frame_bytes = FRAME_HEAD_BYTES + len(payload)
         if self._fd >= 0 and (
-            self._is_old() or (self._has_frames() and self._end + frame_bytes > self._max_shard_bytes)
+            self._is_old()
+            or self._sequence > MAX_FRAMES
+            or (self._has_frames() and self._end + frame_bytes > self._max_shard_bytes)
         ):
             self._seal()
         if self._fd < 0:

@@ -46,7 +46,7 @@ FORMATS = {
     "modelopt": Format("modelopt", 1, "post_norm", "Model-Optimizer .pt (HF, TensorRT-LLM)"),
     "modelopt-vllm": Format("modelopt", 0, "pre_norm", "Model-Optimizer .pt made by its vLLM script"),
     "speculators": Format("speculators", 0, "pre_norm", "speculators hs_*.safetensors and dataset"),
-    "vllm-connector": Format("speculators", 0, "pre_norm", "vLLM ExampleHiddenStatesConnector"),
+    "vllm-connector": Format("connector", 0, "pre_norm", "vLLM ExampleHiddenStatesConnector"),
     "specforge": Format("specforge", 1, "post_norm", "SpecForge .ckpt and .ckpt.gz"),
     "eagle": Format("eagle", 0, "post_norm", "EAGLE-1 ge_data .ckpt: final states only"),
 }  # fmt: skip

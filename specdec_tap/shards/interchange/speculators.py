@@ -69,17 +69,12 @@ def write(samples: Iterable[Sample], out: Path, final_hidden: str) -> None:
             "speculators keeps its loss masks in a Hugging Face dataset; pip install datasets"
         ) from err
     for number, sample in enumerate(samples):
-        if sample.final is None:
-            raise InputError("speculators' layout needs final states; these shards have none")
-        states = np.ascontiguousarray(np.concatenate([sample.aux, sample.final[:, None]], axis=1))
-        ids = sample.token_ids.astype(np.int64)
-        tensors = {"hidden_states": (_CODES[sample.dtype], states), "token_ids": ("I64", ids)}
-        _write_safetensors(folder / f"hs_{number}.safetensors", tensors)
+        write_states(folder / f"hs_{number}.safetensors", sample)
         rows.append(
             {
-                "input_ids": ids.tolist(),
+                "input_ids": sample.token_ids.tolist(),
                 "loss_mask": sample.loss_mask.astype(int).tolist(),
-                "seq_len": len(ids),
+                "seq_len": len(sample.token_ids),
             }
         )
     if rows:
@@ -88,6 +83,19 @@ def write(samples: Iterable[Sample], out: Path, final_hidden: str) -> None:
         # Its trainer compares tensors, so it wants the rows in that format.
         dataset = Dataset(table, fingerprint=f"specdec-tap-{len(rows)}").with_format("torch")
         dataset.save_to_disk(str(out))
+
+
+def write_states(path: Path, sample: Sample) -> None:
+    """``hidden_states`` ``[T, A + 1, H]``, the final state last, and ``token_ids`` ``[T]``.
+
+    Raises:
+        InputError: The sample has no final states.
+    """
+    if sample.final is None:
+        raise InputError("this layout needs final states; these shards have none")
+    states = np.ascontiguousarray(np.concatenate([sample.aux, sample.final[:, None]], axis=1))
+    ids = sample.token_ids.astype(np.int64)
+    _write_safetensors(path, {"hidden_states": (_CODES[sample.dtype], states), "token_ids": ("I64", ids)})
 
 
 def _write_safetensors(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:

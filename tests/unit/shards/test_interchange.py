@@ -169,6 +169,29 @@ def test_an_export_comes_in_again_unchanged(tmp_path, llama, name):
             assert [s.start for s in second.spans] == [s.start for s in first.spans]
 
 
+def test_an_export_for_the_connector_has_its_layout(tmp_path, llama):
+    """One file a request: states of four layers and the token ids, the last state before the norm."""
+    from safetensors.numpy import load_file
+
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    dump_modelopt(dump, llama)
+    import_dump("modelopt", dump, tmp_path / "a", llama[0])
+    with open_shards(tmp_path / "a") as a:
+        export_shards(a, tmp_path / "out", "vllm-connector")
+        assert [p.name for p in (tmp_path / "out").rglob("*.safetensors")] == ["request-0.safetensors"]
+        tensors = load_file(tmp_path / "out" / "request-0.safetensors")
+        aux = a[0].aux_float(0, T - 2)
+    assert set(tensors) == {"hidden_states", "token_ids"}
+    assert tensors["token_ids"].dtype == np.int64
+    assert tensors["hidden_states"].shape == (T - 1, 4, aux.shape[-1])
+    assert np.array_equal(tensors["token_ids"], llama[1].numpy()[: T - 1])
+    assert np.array_equal(tensors["hidden_states"][: T - 2, :3], aux)
+    import_dump("vllm-connector", tmp_path / "out", tmp_path / "b", llama[0])
+    with open_shards(tmp_path / "a") as a, open_shards(tmp_path / "b") as b:
+        assert np.array_equal(b[0].aux(), a[0].aux(0, T - 2))
+
+
 def test_speculators_layout_round_trip(tmp_path, llama):
     pytest.importorskip("datasets")
     dump = tmp_path / "dump"

@@ -151,6 +151,36 @@ def test_nothing_is_lost_while_the_store_is_away(tmp_path, memory_url, monkeypat
     assert len(open_shards(memory_url, cache_dir=tmp_path / "cache")) == 6
 
 
+def test_another_writers_shard_of_the_same_name_stays(tmp_path, memory_url):
+    """Two machines import into streams of one name and upload to one URL: neither loses anything."""
+    local_shards(tmp_path / "a")
+    local_shards(tmp_path / "b")
+    assert len(Uploader(tmp_path / "a", memory_url).run_once().uploaded) == 4
+    fs, base = fsspec.core.url_to_fs(memory_url)
+    before = {path: fs.cat_file(path) for path in fs.find(base)}
+    report = Uploader(tmp_path / "b", memory_url, remove_local=True).run_once()
+    assert len(report.failed) == 3 and report.removed_locally == 0 and not report.not_tried
+    assert "another writer made" in report.failed[0] and memory_url in report.failed[0]
+    assert {path: fs.cat_file(path) for path in fs.find(base)} == before
+    assert len(open_shards(tmp_path / "b")) == 6
+
+
+def test_a_rewritten_shard_replaces_what_the_store_has(tmp_path, memory_url):
+    local_shards(tmp_path / "shards")
+    Uploader(tmp_path / "shards", memory_url).run_once()
+    with open_shards(tmp_path / "shards") as store:
+        record_id = store[0].id
+    assert main(["shards", "forget", str(tmp_path / "shards"), record_id]) == 0
+    report = Uploader(tmp_path / "shards", memory_url).run_once()
+    assert len(report.uploaded) == 1 and not report.failed
+    assert len(open_shards(memory_url, cache_dir=tmp_path / "cache")) == 5
+    # A file that was cut short in the store is written again.
+    fs, base = fsspec.core.url_to_fs(memory_url)
+    cut = f"{base}/{report.uploaded[0]}"
+    fs.pipe_file(cut, fs.cat_file(cut)[:1000])
+    assert Uploader(tmp_path / "shards", memory_url).run_once().uploaded == report.uploaded
+
+
 def test_local_shards_go_from_the_front_only(tmp_path, memory_url, monkeypatch):
     """A shard that is missing in the middle would look like damage."""
     local_shards(tmp_path / "shards", 4)
