@@ -54,6 +54,8 @@ _DTYPE_BYTES = {
     "I16": 2,
     "I8": 1,
     "U8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
     "BOOL": 1,
 }
 _FLOAT_DTYPES = {"F32": np.dtype("<u4"), "F16": np.dtype("<u2"), "BF16": np.dtype("<u2")}
@@ -78,6 +80,8 @@ _NORM_SUFFIXES = (
 _DECOYS = re.compile(
     r"(^|[._])(vision|visual|vit|audio|image|video|encoder|mtp|draft|talker|code2wav)([._]|\d|$)"
 )
+# What GPTQ, AWQ and compressed-tensors store in place of ``weight``.
+_PACKED = ("qweight", "weight_packed")
 _INSIDE_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
 
 _RMS_ONE_PLUS = {
@@ -374,12 +378,21 @@ def read_safetensors_header(path: Path) -> dict[str, TensorRef]:
 
 def is_candidate(name: str) -> bool:
     """Whether a tensor may be the embedding, the output head or the final norm (or a bias of these), by its
-    name."""
+    name. Packed ones count: a table that cannot be read must be told from one that is not there."""
     weight = name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name
     suffixes = (*_EMBED_SUFFIXES, *_HEAD_SUFFIXES, *_NORM_SUFFIXES)
-    return any(weight == s or weight.endswith("." + s) for s in suffixes) and not (
+    return _is_named(weight, suffixes) or _is_packed(weight, suffixes)
+
+
+def _is_named(name: str, suffixes: tuple[str, ...]) -> bool:
+    return any(name == s or name.endswith("." + s) for s in suffixes) and not (
         _INSIDE_LAYER.search(name) or _DECOYS.search(name)
     )
+
+
+def _is_packed(name: str, suffixes: tuple[str, ...]) -> bool:
+    module, _, kind = name.rpartition(".")
+    return kind in _PACKED and _is_named(f"{module}.weight", suffixes)
 
 
 def tokenizer_names() -> tuple[str, ...]:
@@ -403,7 +416,11 @@ def _open_checkpoint(path: Path, embed_key: str | None, head_key: str | None, no
     hidden, vocab = int(text["hidden_size"]), int(text["vocab_size"])
     tensors = Checkpoint(path)
     embed = _find(tensors, "embedding", "embed_key", embed_key, _EMBED_SUFFIXES, hidden=hidden, vocab=vocab)
-    head = _find(tensors, "output head", "head_key", head_key, _HEAD_SUFFIXES, hidden=hidden, vocab=vocab)
+    declared = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    head = None
+    # With tie_word_embeddings: true the engine ignores a stored head, so it is ignored here too.
+    if declared is not True or head_key is not None:
+        head = _find(tensors, "output head", "head_key", head_key, _HEAD_SUFFIXES, hidden=hidden, vocab=vocab)
     norm = _find(tensors, "final norm", "norm_key", norm_key, _NORM_SUFFIXES, hidden=hidden, vocab=None)
     if embed is None:
         names = ", ".join(sorted(name for name in tensors if "embed" in name)[:8]) or "none"
@@ -411,16 +428,14 @@ def _open_checkpoint(path: Path, embed_key: str | None, head_key: str | None, no
             f"no embedding tensor of shape [{vocab:,}, {hidden:,}] in {str(path)!r}; tensors with 'embed' in "
             f"their name: {names}. Name the right one with embed_key"
         )
-    declared = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     if head is None and declared is False:
         raise InputError(
             f"{str(path)!r} has no lm_head.weight but its config says tie_word_embeddings: false; name the "
             "output head with head_key, or add the missing file"
         )
-    # With tie_word_embeddings: true the engine ignores a stored head, so it is ignored here too.
-    tied = head is None or (declared is True and head_key is None)
+    tied = head is None
     head_bias = None
-    if not tied and (bias := head.name.removesuffix("weight") + "bias") in tensors:
+    if head is not None and (bias := head.name.removesuffix("weight") + "bias") in tensors:
         head_bias = _checked(tensors.ref(bias), "output head bias")
     norm_bias = None
     if norm is not None and (bias := norm.name.removesuffix("weight") + "bias") in tensors:
@@ -433,7 +448,7 @@ def _open_checkpoint(path: Path, embed_key: str | None, head_key: str | None, no
         text_config=text,
         tied=tied,
         embed=embed,
-        head=embed if tied else head,
+        head=embed if head is None else head,
         head_bias=head_bias,
         norm=norm,
         norm_bias=norm_bias,
@@ -544,34 +559,14 @@ def _find(
         if not fits(ref):
             raise InputError(f"{option} names {key!r} of shape {list(ref.shape)}; it cannot be the {what}")
         return _checked(ref, what)
-    named = [
-        name
-        for name in tensors
-        if any(name == s or name.endswith("." + s) for s in suffixes)
-        and not _INSIDE_LAYER.search(name)
-        and not _DECOYS.search(name)
-    ]
-    if not named:
-        packed = [
-            name
-            for name in tensors
-            if any(
-                name.startswith(s.removesuffix("weight")) or "." + s.removesuffix("weight") in name
-                for s in suffixes
-            )
-            and not _INSIDE_LAYER.search(name)
-            and not _DECOYS.search(name)
-            and name.rpartition(".")[2] in ("qweight", "weight_packed", "qzeros")
-        ]
-        if packed:
-            raise InputError(_quantized_message(what, packed[0], tensors.path))
-        return None
-    refs = [tensors.ref(name) for name in named]
+    refs = [tensors.ref(name) for name in tensors if _is_named(name, suffixes)]
     fitting = [ref for ref in refs if fits(ref)]
     if not fitting:
-        quantized = [ref for ref in refs if ref.dtype not in _FLOAT_DTYPES]
+        # Packed numbers have another shape than their table.
+        quantized = [tensors.ref(name) for name in tensors if _is_packed(name, suffixes)]
+        quantized += [ref for ref in refs if ref.dtype not in _FLOAT_DTYPES]
         if quantized:
-            raise InputError(_quantized_message(what, quantized[0].name, tensors.path))
+            raise InputError(_quantized_message(what, quantized[0]))
         return None
     # The language model's own tensors have the shortest path ("model.norm" before "model.extra.norm").
     fitting.sort(key=lambda ref: (ref.name.count("."), ref.name))
@@ -587,14 +582,15 @@ def _find(
 
 def _checked(ref: TensorRef, what: str) -> TensorRef:
     if ref.dtype not in _FLOAT_DTYPES:
-        raise InputError(_quantized_message(what, ref.name, ref.path) + f" (dtype {ref.dtype})")
+        raise InputError(_quantized_message(what, ref))
     return ref
 
 
-def _quantized_message(what: str, name: str, path: Path) -> str:
+def _quantized_message(what: str, ref: TensorRef) -> str:
     return (
-        f"the {what} of {str(path)!r} is quantized (tensor {name!r}); training needs it in bfloat16, "
-        "float16 or float32: point --target at the original checkpoint"
+        f"the {what} of {str(ref.path)!r} is quantized (tensor {ref.name!r}, dtype {ref.dtype}); training "
+        "needs it in bfloat16, float16 or float32: point --target at the original checkpoint, or at one "
+        "whose quantization leaves embedding and output head out"
     )
 
 

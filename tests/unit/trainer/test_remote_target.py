@@ -67,6 +67,22 @@ def test_only_the_needed_tensors_are_copied(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in copy.iterdir()} == {0o600}
 
 
+def test_a_packed_head_is_not_taken_for_a_tied_one(tmp_path: Path) -> None:
+    """The index of the copy keeps only what may be needed; without the head it would look tied."""
+    source = big_checkpoint(tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    (source / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / "model-2.safetensors")
+    tensors["lm_head.weight_packed"] = tensors.pop("lm_head.weight")[:, :2].view(np.int32).copy()
+    save_file(tensors, source / "model-2.safetensors")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"]["lm_head.weight_packed"] = index["weight_map"].pop("lm_head.weight")
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"output head .*'lm_head\.weight_packed', dtype I32"):
+        local_target(upload(source), tmp_path / "cache")
+
+
 def test_a_copy_is_made_once(tmp_path: Path) -> None:
     url = upload(big_checkpoint(tmp_path / "m"))
     copy = local_target(url, tmp_path / "cache")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -157,6 +158,144 @@ def test_quantized_layers_with_plain_head_are_fine(tmp_path: Path) -> None:
     weights = tensors()
     weights["model.layers.0.mlp.up_proj.qweight"] = np.zeros((4, 4), np.int32)
     assert load_target(checkpoint(tmp_path / "m", weights)).head.name == "lm_head.weight"
+
+
+Raw = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def raw_checkpoint(path: Path, layout: Raw, config: dict, *, files: int = 2) -> dict[str, np.ndarray]:
+    """A checkpoint of any dtypes, which numpy does not have; returns the random bits of its bf16 tensors."""
+    rng = np.random.default_rng(3)
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    bits, weight_map = {}, {}
+    for part in range(files):
+        header, data = {}, b""
+        for name in sorted(layout)[part::files]:
+            dtype, shape = layout[name]
+            value = rng.standard_normal(shape).astype("<f4")
+            width = {"BF16": 2, "F32": 4, "I32": 4, "I64": 8, "U8": 1, "I8": 1, "F8_E4M3": 1}[dtype]
+            bits[name] = (value.view("<u4") >> 16).astype("<u2")
+            raw = bits[name].tobytes() if dtype == "BF16" else rng.bytes(width * value.size)
+            header[name] = {
+                "dtype": dtype,
+                "shape": list(shape),
+                "data_offsets": [len(data), len(data) + len(raw)],
+            }
+            data += raw
+            weight_map[name] = f"model-{part + 1:05d}-of-{files:06d}.safetensors"
+        text = json.dumps(header).encode()
+        file = path / f"model-{part + 1:05d}-of-{files:06d}.safetensors"
+        file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return {name: value for name, value in bits.items() if layout[name][0] == "BF16"}
+
+
+def int4_layout() -> tuple[Raw, dict]:
+    """Kimi-K2.5 as published: experts packed by compressed-tensors, all else bf16, a vision tower beside."""
+    lm = "language_model.model."
+    layout: Raw = {
+        f"{lm}embed_tokens.weight": ("BF16", (VOCAB, HIDDEN)),
+        f"{lm}norm.weight": ("BF16", (HIDDEN,)),
+        "language_model.lm_head.weight": ("BF16", (VOCAB, HIDDEN)),
+        f"{lm}layers.0.self_attn.kv_a_layernorm.weight": ("BF16", (HIDDEN,)),
+        f"{lm}layers.0.self_attn.o_proj.weight": ("BF16", (HIDDEN, HIDDEN)),
+        "vision_tower.encoder.final_layernorm.weight": ("BF16", (HIDDEN,)),
+        "vision_tower.patch_embed.pos_emb.weight": ("BF16", (VOCAB, HIDDEN)),
+        "mm_projector.pre_norm.weight": ("BF16", (HIDDEN,)),
+    }
+    for expert in range(2):
+        for proj in ("gate_proj", "up_proj", "down_proj"):
+            name = f"{lm}layers.1.mlp.experts.{expert}.{proj}"
+            layout[f"{name}.weight_packed"] = ("I32", (16, HIDDEN // 8))
+            layout[f"{name}.weight_scale"] = ("BF16", (16, 1))
+            layout[f"{name}.weight_shape"] = ("I32", (2,))
+    quantization = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+    }  # fmt: skip
+    text = {**CONFIG, "model_type": "kimi_k2", "quantization_config": quantization}
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
+        "tie_word_embeddings": False, "text_config": text, "vision_config": {"hidden_size": 4},
+    }  # fmt: skip
+    return layout, config
+
+
+def fp8_layout() -> tuple[Raw, dict]:
+    """DeepSeek-V3 as published: fp8 blocks with ``weight_scale_inv``, and a layer that predicts further."""
+    layout: Raw = {
+        "model.embed_tokens.weight": ("BF16", (VOCAB, HIDDEN)),
+        "model.norm.weight": ("BF16", (HIDDEN,)),
+        "lm_head.weight": ("BF16", (VOCAB, HIDDEN)),
+        "model.layers.4.embed_tokens.weight": ("BF16", (VOCAB, HIDDEN)),
+        "model.layers.4.shared_head.head.weight": ("BF16", (VOCAB, HIDDEN)),
+        "model.layers.4.shared_head.norm.weight": ("BF16", (HIDDEN,)),
+    }
+    for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+        layout[f"model.layers.0.{name}.weight"] = ("F8_E4M3", (HIDDEN, HIDDEN))
+        layout[f"model.layers.0.{name}.weight_scale_inv"] = ("F32", (1, 1))
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    return layout, {**CONFIG, "model_type": "deepseek_v3", "quantization_config": quantization}
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (int4_layout, ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight",
+                       "language_model.model.norm.weight")),
+        (fp8_layout, ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")),
+    ],
+)  # fmt: skip
+def test_int4_and_fp8_checkpoints_are_found_and_read(tmp_path: Path, make, names) -> None:
+    layout, config = make()
+    bits = raw_checkpoint(tmp_path / "m", layout, config)
+    save_target(tmp_path / "m", tmp_path / "t")
+    for target in (load_target(tmp_path / "m"), load_target(tmp_path / "t")):
+        assert (target.tied, target.norm_kind) == (False, "rms")
+        for ref, name in zip((target.embed, target.head, target.norm), names, strict=True):
+            np.testing.assert_array_equal(ref.bits(), bits[name])
+            np.testing.assert_array_equal(ref.float32().view("<u4") >> 16, bits[name])
+
+
+QUANTIZED_HEADS = {
+    "fp8 blocks": {"weight": ("F8_E4M3", (VOCAB, HIDDEN)), "weight_scale_inv": ("F32", (1, 1))},
+    "int8": {"weight": ("I8", (VOCAB, HIDDEN)), "weight_scale": ("BF16", (VOCAB, 1))},
+    "nvfp4": {"weight": ("U8", (VOCAB, HIDDEN // 2)), "weight_scale": ("F8_E4M3", (VOCAB, 1))},
+    "int4": {"weight_packed": ("I32", (VOCAB, HIDDEN // 8)), "weight_scale": ("BF16", (VOCAB, 1)),
+             "weight_shape": ("I64", (2,))},
+    "gptq": {"qweight": ("I32", (HIDDEN // 8, VOCAB)), "qzeros": ("I32", (1, 4)),
+             "scales": ("BF16", (1, VOCAB))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", QUANTIZED_HEADS)
+@pytest.mark.parametrize("table", ["lm_head", "model.embed_tokens"])
+@pytest.mark.parametrize("declared", [False, None])
+def test_a_quantized_table_is_named_with_its_dtype(tmp_path: Path, kind: str, table: str, declared) -> None:
+    """Not taken for a model without a head, even when its config does not say whether it is tied."""
+    layout, config = fp8_layout()
+    prefix = "" if kind.startswith("fp8") else "language_model."
+    layout = {prefix + name: value for name, value in layout.items()}
+    del layout[f"{prefix}{table}.weight"]
+    layout |= {f"{prefix}{table}.{name}": value for name, value in QUANTIZED_HEADS[kind].items()}
+    config["tie_word_embeddings"] = declared
+    raw_checkpoint(tmp_path / "m", layout, config)
+    first, (dtype, _) = next(iter(QUANTIZED_HEADS[kind].items()))
+    what = "output head" if table == "lm_head" else "embedding"
+    expected = (
+        rf"the {what} of .* is quantized \(tensor '{prefix}{table}\.{first}', dtype {dtype}\); "
+        r"training needs it in bfloat16, float16 or float32: point --target at the original checkpoint"
+    )
+    with pytest.raises(InputError, match=expected):
+        load_target(tmp_path / "m")
+
+
+def test_a_packed_head_of_a_tied_model_is_ignored_as_the_engine_does(tmp_path: Path) -> None:
+    layout, config = fp8_layout()
+    layout["lm_head.weight"] = ("F8_E4M3", (VOCAB, HIDDEN))
+    raw_checkpoint(tmp_path / "m", layout, {**config, "tie_word_embeddings": True})
+    assert load_target(tmp_path / "m").tied
 
 
 @pytest.mark.parametrize(
