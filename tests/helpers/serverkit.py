@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import Callable
@@ -123,6 +124,21 @@ def put_target(root: Path) -> None:
     """Write the tokenizer where the tap puts it."""
     (root / "target").mkdir(exist_ok=True)
     (root / "target" / "tokenizer.json").write_text(TOKENIZER.to_str())
+
+
+def put_tiktoken(root: Path, pieces: list[bytes], special: dict[int, str], *, code: str) -> None:
+    """Write the files of a tiktoken model in their place, with its tokenizer's code as the hub has it."""
+    folder = root / "target"
+    folder.mkdir(exist_ok=True)
+    lines = [base64.b64encode(piece).decode() + f" {rank}" for rank, piece in enumerate(pieces)]
+    (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    added = {str(i): {"content": text, "special": True} for i, text in special.items()}
+    config = {
+        "added_tokens_decoder": added, "tokenizer_class": "TikTokenTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenization_kimi.py").write_text(code)
 
 
 def make_folder(root: Path, *, conversations: int = 5) -> Path:

@@ -9,6 +9,7 @@ import shutil
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.serverkit import (
     BLOCK,
@@ -19,6 +20,7 @@ from helpers.serverkit import (
     make_many,
     put,
     put_target,
+    put_tiktoken,
     write_run,
 )
 from specdec_server.app import create_app
@@ -416,6 +418,32 @@ def test_characters_of_several_tokens_come_out_whole(open_client, tmp_path):
     # A window that begins inside a character has the bytes that it has, and goes on whole.
     later = client.get("/api/records/s0/1/0/tokens", params={"start": 8}).json()["tokens"]
     assert "\u672c\u8a9e \U0001f469\u200d\U0001f680 ok" in "".join(t["text"] for t in later)
+
+
+def test_text_of_a_tiktoken_model_is_shown(open_client, tmp_path):
+    """Kimi's tokenizer files: no tokenizer.json, and code beside them that must not run."""
+    root, trap = tmp_path / "kimi", tmp_path / "ran"
+    root.mkdir()
+    pieces = [bytes([i]) for i in range(256)] + [
+        b"Hello",
+        "w\u00f6rld".encode(),
+        b"\xe6\x97",
+        b"\xa5<b>\x1b[1m",
+    ]
+    put_tiktoken(root, pieces, {280: "[BOS]", 281: "<|im_end|>"}, code=f"open({str(trap)!r}, 'w')")
+    prompt, response = np.array([280, 256, 32, 257], np.int32), np.array([258, 259, 256, 270, 281], np.int32)
+    with ShardWriter(root, make_header(), min_free_bytes=0) as writer:
+        put(writer, prompt, response)
+    client = open_client(shards_dir=root, show_text=True)
+    view = client.get("/api/records/s0/1/0/tokens").json()
+    assert view["text_problem"] is None
+    texts = [token["text"] for token in view["tokens"]]
+    assert texts[:4] == ["[BOS]", "Hello", " ", "w\u00f6rld"]
+    # One character of two tokens comes out whole, and what a terminal or a browser acts on does not.
+    assert "".join(texts[4:]) == "\u65e5<b>\\x1b[1mHello<|270|><|im_end|>"
+    page = client.get("/records/s0/1/0").text
+    assert "w\u00f6rld" in page and "&lt;b&gt;" in page and "&lt;|im_end|&gt;" in page
+    assert "\x1b" not in page and not trap.exists()
 
 
 def test_without_a_tokenizer_ids_are_shown_with_the_reason(open_client, tmp_path):
