@@ -66,6 +66,8 @@ class Sample:
     final: np.ndarray | None
     """Bits [T, H]."""
     dtype: str
+    final_hidden: str | None = None
+    """What the file itself says of its final states: ``post_norm`` or ``pre_norm``; None if nothing."""
 
 
 def to_bits(tensor: torch.Tensor) -> tuple[np.ndarray, str]:
@@ -159,7 +161,8 @@ def import_dump(
         layer_ids: The tool's own layer ids, in the order of its states; its default if None.
         layer_shift: Add to those ids to get ours; the format's own if None.
         final_hidden: What the dump holds: ``post_norm``, ``pre_norm``, or ``auto`` to measure it. Shards are
-            always written post-norm, which is what training needs.
+            always written post-norm, which is what training needs. Where a file says it itself, its word
+            counts for ``auto``, and another value is taken only if the measurement agrees with it.
         stream: Name of the stream to write.
         codec: As in the shard header.
         progress: Called with the number of samples done.
@@ -180,8 +183,12 @@ def import_dump(
     counts: Counter[str] = Counter()
     writer: ShardWriter | None = None
     norm_of: str | None = None
+    first: Sample | None = None
     try:
         for sample in module.read(source, target.hidden_size):
+            if first is None:
+                first = sample
+            _check_claim(sample, first, spec, layer_ids, layer_shift)
             if writer is None:
                 header = _header(
                     format_name, spec, target, model_dir, sample, layer_ids, layer_shift, stream, codec
@@ -267,21 +274,56 @@ def _final_kind(sample: Sample, target: Target, spec: Format, declared: str) -> 
     """``post_norm`` or ``pre_norm``, measured where the norm is known; None without final states."""
     if sample.final is None:
         return None
-    measured = measured_final_kind(to_float(sample.final, sample.dtype), target)
-    if declared == "auto":
+    values = to_float(sample.final, sample.dtype)
+    measured = measured_final_kind(values, target)
+    says = sample.final_hidden
+    if declared == "auto" and says is None:
         return measured or spec.final_hidden
-    if measured is not None and measured != declared:
+    kind = says if declared == "auto" else declared
+    if measured is not None and measured != kind and not _norm_keeps(values, target):
+        source = f"not {kind}" if declared != "auto" else f"but its file says {kind}"
         raise InputError(
-            f"{sample.name}: final states are {measured} by their size, not {declared}; pass --final-hidden "
+            f"{sample.name}: final states are {measured} by their size, {source}; pass --final-hidden "
             f"{measured}, or check that --target is the model they came from"
         )
-    return declared
+    if says not in (None, kind) and measured != kind:
+        raise InputError(
+            f"{sample.name}: its file says {says}, --final-hidden says {kind}, and the target's norm is of a "
+            "kind that cannot tell; leave --final-hidden out, or correct the file"
+        )
+    return kind
+
+
+def _check_claim(
+    sample: Sample, first: Sample, spec: Format, layer_ids: tuple[int, ...] | None, layer_shift: int | None
+) -> None:
+    """Refuse files of two kinds in one dump, and layer ids that the file's own word puts in doubt."""
+    kinds = [s.final_hidden or spec.final_hidden for s in (first, sample)]
+    if kinds[0] != kinds[1]:
+        words = [f"says {s.final_hidden}" if s.final_hidden else "says nothing" for s in (first, sample)]
+        raise InputError(
+            f"the dump mixes final states of two kinds: {first.name} {words[0]}, {sample.name} {words[1]} "
+            f"(nothing means {spec.final_hidden} here); import each kind from a folder of its own"
+        )
+    if layer_ids is not None and layer_shift is None and kinds[0] != spec.final_hidden:
+        raise InputError(
+            f"{sample.name}: its file says {kinds[0]}, and --from names a format that is "
+            f"{spec.final_hidden}, so what --layers counts is not certain; say it with "
+            "--convention, or name another --from"
+        )
+
+
+def _norm_keeps(values: np.ndarray, target: Target) -> bool:
+    """Whether the norm changes nothing, as with weights of one: both kinds are then the same states."""
+    held = values[np.any(values != 0, axis=1)]
+    return bool(np.allclose(apply_norm(held, target), held, rtol=_NORM_TOLERANCE, atol=1e-3))
 
 
 def measured_final_kind(final: np.ndarray, target: Target) -> str | None:
     """Whether states went through the norm, by their size: behind it, ``rms(final / weight)`` is 1."""
     weight = norm_weight(target)
-    if weight is None or target.norm_bias is not None:
+    final = final[np.any(final != 0, axis=1)]  # an export has zeros where no final state was kept
+    if weight is None or target.norm_bias is not None or not len(final):
         return None
     rms = np.sqrt(((final / np.where(weight == 0, np.inf, weight)) ** 2).mean(axis=1))
     return "post_norm" if abs(float(np.median(rms)) - 1.0) < _NORM_TOLERANCE else "pre_norm"

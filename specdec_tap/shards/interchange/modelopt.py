@@ -1,8 +1,9 @@
 """Model-Optimizer dumps: one ``.pt`` dict a conversation.
 
 ``input_ids`` [T], ``hidden_states`` [T, H] (the final state), ``aux_hidden_states`` [T, k x H] in ascending
-layer order, ``loss_mask`` [T], ``conversation_id``, and ``hidden_states_prenorm`` if the final state is
-before the norm. Source: Model-Optimizer ``compute_hidden_states_hf.py`` and ``OfflineSupervisedDataset``.
+layer order, ``loss_mask`` [T], ``conversation_id``, and ``hidden_states_prenorm``: whether the final state is
+before the norm. Its scripts leave that out, and its reader then takes False. Source: Model-Optimizer
+``compute_hidden_states_hf.py`` and ``OfflineSupervisedDataset``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ def read(source: Path, hidden_size: int) -> Iterator[Sample]:
                 f"{path}: aux_hidden_states are {list(aux.shape)}; expected [T, layers x {hidden_size}]"
             )
         mask = data.get("loss_mask")
+        prenorm = data.get("hidden_states_prenorm")
+        if prenorm is not None and not isinstance(prenorm, bool):
+            raise InputError(
+                f"{path}: hidden_states_prenorm is {str(prenorm)[:80]!r} ({type(prenorm).__name__}); "
+                "expected True or False. Write it as a bool, or leave it out"
+            )
         yield Sample(
             name=str(data.get("conversation_id", path.stem)),
             token_ids=ids,
@@ -37,6 +44,7 @@ def read(source: Path, hidden_size: int) -> Iterator[Sample]:
             aux=aux.reshape(len(aux), -1, hidden_size),
             final=final,
             dtype=dtype,
+            final_hidden=None if prenorm is None else "pre_norm" if prenorm else "post_norm",
         )
 
 
@@ -45,14 +53,15 @@ def write(samples: Iterable[Sample], out: Path, final_hidden: str) -> None:
     import torch
 
     for sample in samples:
+        if sample.final is None:
+            raise InputError("Model-Optimizer's layout needs final states; these shards have none")
         rows = len(sample.token_ids)
         data = {
             "input_ids": torch.from_numpy(sample.token_ids.astype(np.int64)),
+            "hidden_states": bits_to_torch(sample.final, sample.dtype),
             "aux_hidden_states": bits_to_torch(sample.aux.reshape(rows, -1), sample.dtype),
             "loss_mask": torch.from_numpy(sample.loss_mask.astype(np.int64)),
             "conversation_id": sample.name,
             "hidden_states_prenorm": final_hidden == "pre_norm",
         }
-        if sample.final is not None:
-            data["hidden_states"] = bits_to_torch(sample.final, sample.dtype)
         torch.save(data, out / f"{sample.name}.pt")

@@ -221,6 +221,198 @@ def test_explicit_layers_follow_the_tools_convention(tmp_path, llama):
         import_dump("modelopt", tmp_path, tmp_path / "x", llama[0], layer_ids=(1, 3))
 
 
+def flagged(folder: Path, llama, flag, *, vllm: bool, name: str = "c1"):
+    """A Model-Optimizer dump whose file says what its final states are."""
+    dump_modelopt(folder, llama, vllm=vllm)
+    data = torch.load(folder / "c1.pt", weights_only=True)
+    torch.save(data | {"hidden_states_prenorm": flag, "conversation_id": name}, folder / f"{name}.pt")
+
+
+@pytest.mark.parametrize("vllm", [True, False])
+@pytest.mark.parametrize("name", ["modelopt", "modelopt-vllm"])
+def test_a_dumps_own_word_on_its_norm_beats_the_formats_default(tmp_path, llama, name, vllm):
+    (tmp_path / "dump").mkdir()
+    flagged(tmp_path / "dump", llama, vllm, vllm=vllm)
+    import_dump(name, tmp_path / "dump", tmp_path / "shards", llama[0])
+    with open_shards(tmp_path / "shards") as store:
+        assert store.header.aux_layer_ids == (2, 4, 5)
+        for start, stop in store[0].final_span:
+            assert np.allclose(store[0].final_float(start, stop), llama[3][start:stop].numpy(), atol=2e-5)
+
+
+def test_a_false_word_on_the_norm_is_refused(tmp_path, llama):
+    """By what is measured; a --final-hidden that the measurement agrees with overrules the file."""
+    (tmp_path / "dump").mkdir()
+    flagged(tmp_path / "dump", llama, True, vllm=False)
+    with pytest.raises(InputError, match="c1: final states are post_norm by their size, but its file says"):
+        import_dump("modelopt", tmp_path / "dump", tmp_path / "x", llama[0])
+    with pytest.raises(InputError, match="post_norm by their size, not pre_norm"):
+        import_dump("modelopt", tmp_path / "dump", tmp_path / "x", llama[0], final_hidden="pre_norm")
+    assert not (tmp_path / "x").exists()
+    counts = import_dump("modelopt", tmp_path / "dump", tmp_path / "y", llama[0], final_hidden="post_norm")
+    assert counts["records"] == 1
+
+
+@pytest.mark.parametrize("second", [None, False])
+def test_a_dump_of_mixed_norms_is_refused_with_both_files(tmp_path, llama, second):
+    """Every sample's flag counts; none at all means what the format means."""
+    (tmp_path / "dump").mkdir()
+    flagged(tmp_path / "dump", llama, True, vllm=True)
+    data = torch.load(tmp_path / "dump" / "c1.pt", weights_only=True) | {"conversation_id": "c2"}
+    data["hidden_states_prenorm"] = second
+    torch.save({k: v for k, v in data.items() if v is not None}, tmp_path / "dump" / "c2.pt")
+    words = r"c1 says pre_norm, c2 says (nothing|post_norm) .* from a folder of its own"
+    with pytest.raises(InputError, match=words):
+        import_dump("modelopt", tmp_path / "dump", tmp_path / "x", llama[0])
+    if second is None:  # the same thing where nothing means pre-norm
+        counts = import_dump("modelopt-vllm", tmp_path / "dump", tmp_path / "y", llama[0])
+        assert counts["records"] == 2
+
+
+def test_layer_ids_of_an_unclear_convention_are_asked_for(tmp_path, llama):
+    (tmp_path / "dump").mkdir()
+    flagged(tmp_path / "dump", llama, True, vllm=True)
+    ids = {"layer_ids": (2, 4, 5)}
+    with pytest.raises(
+        InputError, match=r"says pre_norm.* what --layers counts is not certain.*--convention"
+    ):
+        import_dump("modelopt", tmp_path / "dump", tmp_path / "x", llama[0], **ids)
+    import_dump("modelopt", tmp_path / "dump", tmp_path / "y", llama[0], **ids, layer_shift=0)
+    import_dump("modelopt-vllm", tmp_path / "dump", tmp_path / "z", llama[0], **ids)
+    for root in ("y", "z"):
+        with open_shards(tmp_path / root) as store:
+            assert store.header.aux_layer_ids == (2, 4, 5)
+
+
+def test_a_flag_that_is_no_bool_is_named(tmp_path, llama):
+    flagged(tmp_path, llama, "yes", vllm=True)
+    with pytest.raises(InputError, match=r"c1\.pt: hidden_states_prenorm is 'yes' \(str\); expected True or"):
+        import_dump("modelopt", tmp_path, tmp_path / "x", llama[0])
+
+
+def with_long_prompt(root: Path, llama) -> Path:
+    """Shards with final states for the last eight rows only."""
+    dump = root / "dump"
+    dump.mkdir()
+    dump_modelopt(dump, llama)
+    data = torch.load(dump / "c1.pt", weights_only=True)
+    data["loss_mask"] = (torch.arange(T) >= T - 8).long()
+    torch.save(data, dump / "c1.pt")
+    import_dump("modelopt", dump, root / "a", llama[0])
+    return root / "a"
+
+
+@pytest.mark.parametrize("name", ["modelopt", "modelopt-vllm", "specforge", "eagle"])
+def test_zeros_before_the_response_do_not_hide_the_norm(tmp_path, llama, name):
+    """Most rows of an export may have no final state: measuring them, too, would apply the norm twice."""
+    with open_shards(with_long_prompt(tmp_path, llama)) as store:
+        export_shards(store, tmp_path / "out", name)
+        import_dump(name, tmp_path / "out", tmp_path / "b", llama[0])
+        with open_shards(tmp_path / "b") as again:
+            for start, stop in again[0].final_span:
+                pair = again[0].final_float(start, stop), store[0].final_float(start, stop)
+                assert np.allclose(*pair, atol=2e-5)
+
+
+def test_a_norm_that_changes_nothing_does_not_contradict_the_flag(tmp_path, llama):
+    """With weights of one, undoing the norm gives the same numbers, which look post-norm by their size."""
+    from safetensors.torch import load_file, save_file
+
+    plain = tmp_path / "model"
+    plain.mkdir()
+    (plain / "config.json").write_bytes((llama[0] / "config.json").read_bytes())
+    tensors = load_file(llama[0] / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(HIDDEN)
+    save_file(tensors, plain / "model.safetensors")
+    final = torch.nn.functional.rms_norm(llama[2][LAYERS], (HIDDEN,), eps=1e-6)
+    (tmp_path / "dump").mkdir()
+    dump_modelopt(tmp_path / "dump", (plain, llama[1], llama[2], final))
+    import_dump("modelopt", tmp_path / "dump", tmp_path / "a", plain)
+    with open_shards(tmp_path / "a") as store:
+        export_shards(store, tmp_path / "out", "modelopt-vllm")
+    assert import_dump("modelopt-vllm", tmp_path / "out", tmp_path / "b", plain)["records"] == 1
+
+
+LAYOUTS = {
+    "modelopt": {
+        "input_ids": ("int64", [T - 1]),
+        "hidden_states": ("states", [T - 1, HIDDEN]),
+        "aux_hidden_states": ("states", [T - 1, 3 * HIDDEN]),
+        "loss_mask": ("int64", [T - 1]),
+        "conversation_id": str,
+        "hidden_states_prenorm": bool,
+    },
+    "specforge": {
+        "input_ids": ("int64", [T - 1]),
+        "loss_mask": ("int64", [T - 1]),
+        "hidden_state": ("states", [1, T - 1, HIDDEN]),
+        "aux_hidden_state": ("states", [1, T - 1, 3 * HIDDEN]),
+    },
+    "eagle": {
+        "input_ids": ("int64", [T - 1]),
+        "hidden_state": ("states", [T - 1, HIDDEN]),
+        "loss_mask": ("int64", [T - 1]),
+    },
+}
+LAYOUTS["modelopt-vllm"] = LAYOUTS["modelopt"]
+FILES = {
+    "modelopt": "imported-000001-0.pt",
+    "modelopt-vllm": "imported-000001-0.pt",
+    "specforge": "rows_0-2000/data_0.ckpt",
+    "eagle": "0/data_0.ckpt",
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_exported_file_has_exactly_its_tools_keys_shapes_and_dtypes(tmp_path, llama, name, dtype):
+    """Read as the tool does: torch.load of plain tensors; a state is the same number as in the shard."""
+    (tmp_path / "dump").mkdir()
+    dump_modelopt(tmp_path / "dump", llama)
+    data = torch.load(tmp_path / "dump" / "c1.pt", weights_only=True)
+    for key in ("hidden_states", "aux_hidden_states"):
+        data[key] = data[key].to(getattr(torch, dtype))
+    torch.save(data, tmp_path / "dump" / "c1.pt")
+    import_dump("modelopt", tmp_path / "dump", tmp_path / "a", llama[0])
+    out = tmp_path / "out"
+    with open_shards(tmp_path / "a") as store:
+        export_shards(store, out, name)
+        aux = torch.from_numpy(store[0].aux_float(0, T - 1)).reshape(T - 1, -1)
+        first, last = next(span for span in store[0].final_span if span[1] == T - 1)
+        final = torch.from_numpy(store[0].final_float(first, last))
+    written = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file())
+    assert written == sorted([FILES[name], "specdec_tap_export.json"])
+    found = torch.load(out / FILES[name], weights_only=True)
+    layout = LAYOUTS[name]
+    assert set(found) == set(layout)
+    for key, expected in layout.items():
+        if isinstance(expected, type):
+            assert type(found[key]) is expected, key
+            continue
+        kind, shape = expected
+        assert found[key].dtype == getattr(torch, dtype if kind == "states" else kind), key
+        assert list(found[key].shape) == shape and found[key].is_contiguous(), key
+    assert torch.equal(found["input_ids"], llama[1][: T - 1])
+    assert set(found["loss_mask"].tolist()) == {0, 1}
+    if name != "eagle":
+        key = "aux_hidden_state" if name == "specforge" else "aux_hidden_states"
+        assert torch.equal(found[key].float().reshape(T - 1, -1), aux)
+    if name.startswith("modelopt"):
+        assert found["hidden_states_prenorm"] is (name == "modelopt-vllm")
+        assert found["conversation_id"] == "imported-000001-0"
+    if name != "modelopt-vllm":  # its states are before the norm
+        key = "hidden_states" if name == "modelopt" else "hidden_state"
+        assert torch.equal(found[key].float().reshape(T - 1, -1)[first:last], final)
+
+
+@pytest.mark.parametrize("name", ["modelopt", "modelopt-vllm", "specforge", "eagle"])
+def test_shards_without_final_states_are_no_dataset_of_these_tools(tmp_path, name):
+    with ShardWriter(tmp_path / "shards", make_header(final_hidden="none", final_scope="none")) as writer:
+        write_request(writer, 5, 30)
+    with open_shards(tmp_path / "shards") as store, pytest.raises(InputError, match="needs final states"):
+        export_shards(store, tmp_path / "out", name)
+
+
 class Malicious:
     """Unpickling it would make a file."""
 
