@@ -85,3 +85,12 @@ def test_no_family_layer_or_algorithm_is_missing() -> None:
             assert row[1] == "[refused by name][refused]" and row[4].startswith("no: ")
     assert {row[0].split("`")[1] for row in section("Drafter layers")} == set(LAYERS)
     assert {row[0].split("`")[1] for row in section("Algorithms")} == set(ALGORITHMS)
+    layers = section("Algorithm, drafter layer and target, on vLLM")
+    assert {row[0].split("`")[1] for row in layers} == set(ALGORITHMS)
+    assert all(len(row) == 1 + len(LAYERS) for row in layers)
+
+
+def test_engines_that_were_never_run_are_said_to_be_so() -> None:
+    engines = {row[0]: row[3] for row in section("Engines")}
+    assert engines.pop("vLLM 0.32").startswith("[yes][")
+    assert engines == {"SGLang": "never", "TensorRT-LLM": "never"}
