@@ -206,11 +206,15 @@ def check_model(report: Report, model: str, answer: dict[str, Any]) -> None:
         )
     else:
         report.add("aux layers", "ok", f"{ids} by default (2, N//2, N-3)")
-    report.add(
-        "algorithms",
-        "ok",
-        "eagle3, peagle, eagle1, medusa (eagle1 needs final_hidden: all)",
-    )
+    _add_algorithms(report)
+
+
+def _add_algorithms(report: Report) -> None:
+    from specdec_trainer.algorithms import ALGORITHMS
+
+    whole = [n for n, kind in ALGORITHMS.items() if kind.reads == "final" and kind.needs_context]
+    need = "needs" if len(whole) == 1 else "need"
+    report.add("algorithms", "ok", f"{', '.join(ALGORITHMS)} ({', '.join(whole)} {need} final_hidden: all)")
 
 
 def target_config(model: str) -> plan.ConfigOnly | None:

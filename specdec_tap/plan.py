@@ -210,9 +210,12 @@ def activation_bytes(draft: Any, steps: int, width: int) -> int:
         steps: Draft steps.
         width: Bytes of one number in the dtype of the products.
     """
+    from specdec_trainer.algorithms import ALGORITHMS
+
     hidden, inner, heads = draft.hidden_size, draft.intermediate_size, draft.num_heads
-    if draft.algorithm == "medusa":
-        return width * steps * hidden * (2 * draft.num_layers + 3)
+    kind = ALGORITHMS[draft.algorithm]
+    if (own_count := kind.activations(draft, steps)) is not None:
+        return width * own_count
     latent = draft.latent
     if latent is None:
         key_heads, key, value, extra = draft.num_kv_heads, draft.head_dim, draft.head_dim, 2 * draft.head_dim
@@ -222,10 +225,12 @@ def activation_bytes(draft: Any, steps: int, width: int) -> int:
     # Of the first layer: inputs of two norms and of the projections, queries, what attention gives, inputs of
     # the MLP, its gate and its other half, the stream before the last norm, and what the loss needs.
     layer = heads * (key + value) + 2 * inner + extra
-    wide = 10 if draft.algorithm != "eagle1" else 8
     later = (draft.num_layers - 1) * (layer + 5 * hidden)
     own = key_heads * (key + value)
-    total = steps * (wide * hidden + layer + later) + draft.num_layers * own * steps * (steps - 1) // 2
+    total = (
+        steps * (kind.wide_activations * hidden + layer + later)
+        + draft.num_layers * own * steps * (steps - 1) // 2
+    )
     num_aux = len(draft.aux_layer_ids)
     first = own * draft.num_layers + 2 * hidden
     first += num_aux * hidden * (2 if draft.norm_before_fc or draft.fc_norm else 1)

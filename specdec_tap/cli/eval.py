@@ -183,24 +183,19 @@ def speculative_config(drafter: Path, num_speculative_tokens: int) -> dict[str, 
         raise InputError(f"{path} is no JSON object ({err})") from err
     if not list(drafter.glob("*.safetensors")):
         raise InputError(f"drafter {str(drafter)!r} holds no .safetensors file; train or export it again")
-    name = " ".join(map(str, architectures))
-    if config.get("model_type") == "medusa" or "Medusa" in name:
-        method = "medusa"
-    elif "Eagle3" in name or "eagle3" in str(config.get("speculators_model_type")):
-        method = "eagle3"
-    elif "Eagle" in name:
-        method = "eagle"
-    else:
+    from specdec_trainer.algorithms import ALGORITHMS, algorithm_of
+
+    algorithm = algorithm_of(config)
+    if algorithm is None:
         raise InputError(
             f"drafter {str(drafter)!r} has architectures {architectures}; "
-            "expected an Eagle3, Eagle or Medusa model"
+            f"expected a drafter of algorithm {', '.join(ALGORITHMS)}"
         )
-    out: dict[str, str | int | bool] = {
-        "method": method, "model": str(drafter), "num_speculative_tokens": num_speculative_tokens,
+    kind = ALGORITHMS[algorithm]
+    return {
+        "method": kind.method, "model": str(drafter), "num_speculative_tokens": num_speculative_tokens,
+        **kind.serving,
     }  # fmt: skip
-    if config.get("pard_token") is not None:
-        out["parallel_drafting"] = True  # P-EAGLE proposes all tokens in one pass
-    return out
 
 
 def evaluate_running(

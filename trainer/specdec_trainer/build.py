@@ -148,15 +148,15 @@ def draft_config(
     """Shape and arithmetic of the drafter."""
     shape = draft_shape(target, config.layer)
     text = target.text_config
-    fuses = config.algorithm in ("eagle3", "peagle")
+    kind = ALGORITHMS[config.algorithm]
+    fuses = kind.reads == "aux"
     norm_before_fc, fc_norm = fusion_norms(config) if fuses else (False, False)
-    attends = config.algorithm != "medusa"
     mask_token_id = None
-    if config.algorithm == "peagle":
+    if kind.needs_mask_token:
         mask_token_id = config.mask_token_id if config.mask_token_id is not None else mask_token(target)
     return DraftConfig(
         algorithm=config.algorithm,
-        draft_steps=0 if attends else config.ttt_steps,
+        draft_steps=config.ttt_steps if kind.fixed_steps else 0,
         mask_token_id=mask_token_id,
         layer=config.layer,
         hidden_size=target.hidden_size,
@@ -166,7 +166,7 @@ def draft_config(
         num_kv_heads=config.num_kv_heads or key_heads(config, shape, target.hidden_size),
         head_dim=config.head_dim or shape.head_dim,
         rms_norm_eps=target.norm_eps,
-        rope=draft_rope(config.layer, target, shape.head_dim) if attends else dict(NO_ROPE),
+        rope=draft_rope(config.layer, target, shape.head_dim) if kind.needs_context else dict(NO_ROPE),
         max_position_embeddings=int(text.get("max_position_embeddings") or 32768),
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab,
@@ -409,18 +409,12 @@ def final_norm_scale(target: Target) -> Tensor | None:
     return weight + 1.0 if target.norm_kind == "rms_one_plus" else weight
 
 
-def _describe_shape(draft: DraftConfig, model: Drafter, shape: Shape) -> str:
-    if draft.algorithm == "medusa":
-        return f"{model.title}, {draft.draft_steps} heads of {draft.num_layers} layer(s)"
-    return f"{model.title} {draft.layer}, {draft.num_layers} layer(s): {shape.reason}"
-
-
 def describe(draft: DraftConfig, model: Drafter, shape: Shape) -> dict[str, Any]:
     """Facts for logs and the model card."""
     trainable = sum(p.numel() for _, p in model.trainable())
     return {
         "algorithm": draft.algorithm,
-        "architecture": _describe_shape(draft, model, shape),
+        "architecture": model.summary(shape.reason),
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable_parameters": trainable,
         "trainable": [name for name, _ in model.trainable()],

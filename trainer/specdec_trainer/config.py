@@ -24,7 +24,7 @@ class TrainConfig:
     """Settings of one training run."""
 
     # -- what is trained
-    algorithm: Literal["eagle3", "eagle1", "medusa", "peagle"] = "eagle3"
+    algorithm: str = "eagle3"
     """eagle3; eagle1 (also EAGLE-2's weights; needs shards with final_hidden: all); medusa (ttt_steps heads);
     peagle (all draft tokens in one pass)."""
     layer: Literal["llama", "qwen3", "kimik2"] = "llama"
@@ -197,7 +197,12 @@ class TrainConfig:
     optimizer state (fsdp2)."""
 
     def __post_init__(self) -> None:
+        from .algorithms import ALGORITHMS  # needs torch, which --help does not
+
         problems = []
+        if self.algorithm not in ALGORITHMS:
+            known = ", ".join(map(repr, ALGORITHMS))
+            problems.append(f"algorithm is {self.algorithm!r}; expected one of {known}")
         for name in (
             "num_layers", "ttt_steps", "batch_tokens", "accumulate", "max_length", "eval_draft_tokens",
             "log_steps", "keep_checkpoints", "workers", "eval_records", "ns_steps", "follow_backlog",

@@ -67,6 +67,12 @@ class Drafter(nn.Module):
     """Keys of ``config.json`` that this algorithm does not write, with values for ``DraftConfig``."""
     feature_weight: ClassVar[float] = 0.0
     """Default weight of ``feature_loss``."""
+    fixed_steps: ClassVar[bool] = False
+    """Whether its weights are made for a number of draft tokens (``DraftConfig.draft_steps``)."""
+    needs_mask_token: ClassVar[bool] = False
+    """Whether it reads the embedding of ``DraftConfig.mask_token_id``."""
+    wide_activations: ClassVar[int] = 10
+    """Numbers as wide as a state that autograd keeps in the first layer of one step."""
 
     def __init__(self, config: DraftConfig, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -116,7 +122,27 @@ class Drafter(nn.Module):
         """Random initial weights."""
         init_weights(self, generator)
 
+    # -- facts
+
+    def summary(self, reason: str) -> str:
+        """One line for logs and the model card.
+
+        Args:
+            reason: Where the sizes of its layers come from.
+        """
+        return f"{self.title} {self.config.layer}, {self.config.num_layers} layer(s): {reason}"
+
+    @classmethod
+    def activations(cls, draft: DraftConfig, steps: int) -> int | None:
+        """Numbers that autograd keeps for a row that starts a chain; None: as many as EAGLE-3's layers."""
+        return None
+
     # -- engines
+
+    @classmethod
+    def recognises(cls, config: dict[str, Any]) -> bool:
+        """Whether a ``config.json``, of any exporter, describes a drafter of this algorithm."""
+        return False
 
     @classmethod
     def engine_config(cls, draft: DraftConfig, facts: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from specdec_tap.errors import ConfigError, InputError
 from specdec_tap.target import Target
 
-from .algorithms import ALGORITHMS
+from .algorithms import ALGORITHMS, algorithm_of
 from .drafter import Drafter
 from .mla import LatentShape
 from .model import LAYERS, DraftConfig
@@ -331,7 +331,7 @@ def check_drafter(path: Path, *, target: Target | None = None) -> list[str]:
 def check_notes(path: Path, *, target: Target | None = None) -> list[str]:
     """What an engine will decide for itself about a sound drafter folder."""
     config = _read_config(path)
-    if ALGORITHMS[algorithm_of(config)].reads != "aux" or named_layers(config):
+    if ALGORITHMS[algorithm_of(config) or "eagle3"].reads != "aux" or named_layers(config):
         return []
     layers = _target_layers(config, None if target is None else target.num_hidden_layers)
     these = f"here {default_layers(layers)}" if layers else "N is the target's number of layers"
@@ -459,7 +459,7 @@ def parse_config(config: dict[str, Any], target_layers: int | None = None) -> tu
         InputError: A field is missing.
     """
     speculators = "speculators_model_type" in config
-    algorithm = algorithm_of(config)
+    algorithm = algorithm_of(config) or "eagle3"
     kind = ALGORITHMS[algorithm]
     inner = config.get("transformer_layer_config", {}) if speculators else config
     inner = {**inner, **kind.unused}
@@ -511,19 +511,6 @@ def parse_config(config: dict[str, Any], target_layers: int | None = None) -> tu
     except (KeyError, TypeError, ValueError) as err:
         raise InputError(f"config.json of the drafter is incomplete or wrong: {err!r}") from err
     return draft, "speculators" if speculators else "vllm"
-
-
-def algorithm_of(config: dict[str, Any]) -> str:
-    """Algorithm of a drafter's ``config.json``."""
-    architecture = str((config.get("architectures") or [""])[0])
-    if config.get("model_type") == "medusa" or architecture.startswith("Medusa"):
-        return "medusa"
-    if architecture.startswith("Eagle") and not architecture.startswith("Eagle3"):
-        return "eagle1"
-    if config.get("speculators_model_type") == "peagle" or architecture.lower().startswith("peagle"):
-        return "peagle"
-    mask = (config.get(name) for name in ("mask_token_id", "pard_token", "ptd_token_id"))
-    return "peagle" if any(value is not None for value in mask) else "eagle3"
 
 
 def _parse_latent(inner: dict[str, Any]) -> LatentShape:

@@ -9,6 +9,7 @@ import numpy as np
 
 from specdec_tap.errors import InputError
 
+from .algorithms import ALGORITHMS
 from .drafter import Drafter
 
 
@@ -20,9 +21,10 @@ def view(store: Any, kind: type[Drafter]) -> Any:
     """
     if kind.reads == "aux":
         if not store.header.aux_layer_ids:
+            others = " or ".join(name for name, other in ALGORITHMS.items() if other.reads == "final")
             raise InputError(
                 f"the shards hold no aux states, which {kind.title} reads; capture with aux_layer_ids, or "
-                "train with --algorithm eagle1 or medusa"
+                f"train with --algorithm {others}"
             )
         return store
     scope = getattr(store.header, "final_scope", "all")

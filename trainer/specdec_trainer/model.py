@@ -121,6 +121,11 @@ class Eagle3Drafter(Drafter):
     title = "EAGLE-3"
     method = "eagle3"
 
+    @classmethod
+    def recognises(cls, config: dict[str, Any]) -> bool:
+        names = [*(config.get("architectures") or []), config.get("speculators_model_type")]
+        return any("eagle3" in str(name).lower() for name in names)
+
     def __init__(self, config: DraftConfig, *, compute_dtype: torch.dtype = torch.float32) -> None:
         if not config.aux_layer_ids:
             raise ConfigError(f"aux_layer_ids is empty; {self.title} reads at least one captured layer")

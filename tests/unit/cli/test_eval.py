@@ -197,7 +197,7 @@ def test_a_folder_that_is_no_drafter_is_explained(tmp_path, capsys):
     assert evaluate_drafter(tmp_path, tmp_path / "none") == 2
     assert "has no readable config.json (No such file or directory)" in capsys.readouterr().err
     assert evaluate_drafter(tmp_path, write_drafter(tmp_path / "a", {"architectures": ["Llama"]})) == 2
-    assert "expected an Eagle3, Eagle or Medusa model" in capsys.readouterr().err
+    assert "expected a drafter of algorithm eagle3, peagle, eagle1, medusa" in capsys.readouterr().err
     empty = write_drafter(tmp_path / "b", {"architectures": ["Eagle3X"]}, weights=False)
     assert evaluate_drafter(tmp_path, empty) == 2
     assert "holds no .safetensors file" in capsys.readouterr().err

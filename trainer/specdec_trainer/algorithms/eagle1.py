@@ -55,6 +55,7 @@ class Eagle1Drafter(Drafter):
     own_head = False
     reducible = False
     feature_weight = 1.0
+    wide_activations = 8  # no norm before attention, none at the end
 
     def __init__(self, config: DraftConfig, *, compute_dtype: torch.dtype = torch.float32) -> None:
         if config.layer != "llama":
@@ -93,6 +94,11 @@ class Eagle1Drafter(Drafter):
     def feature_loss(self, hidden: Tensor, final: Tensor) -> Tensor:
         """Smooth L1 distance, the mean over channels."""
         return F.smooth_l1_loss(hidden.float(), final.float(), reduction="none").mean(-1)
+
+    @classmethod
+    def recognises(cls, config: dict[str, Any]) -> bool:
+        architecture = str((config.get("architectures") or [""])[0])
+        return architecture.startswith("Eagle") and not architecture.startswith("Eagle3")
 
     @classmethod
     def engine_config(cls, draft: DraftConfig, facts: dict[str, Any]) -> dict[str, Any]:

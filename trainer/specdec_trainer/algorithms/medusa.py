@@ -46,6 +46,7 @@ class MedusaDrafter(Drafter):
     reads = "final"
     needs_context = False
     reducible = False
+    fixed_steps = True
     unused = {  # noqa: RUF012  # read only
         "model_type": "llama", "intermediate_size": 1, "num_attention_heads": 1, "rms_norm_eps": 1e-6,
     }  # fmt: skip
@@ -79,6 +80,18 @@ class MedusaDrafter(Drafter):
     def propose(self, states: Tensor, tokens: Tensor, *, steps: int, first_position: int = 0) -> Tensor:
         x = states[-1:, 0].to(self.compute_dtype)
         return torch.cat([self.best(block(x)) for block in self.blocks[:steps]])
+
+    def summary(self, reason: str) -> str:
+        return f"{self.title}, {self.config.draft_steps} heads of {self.config.num_layers} layer(s)"
+
+    @classmethod
+    def activations(cls, draft: DraftConfig, steps: int) -> int:
+        return steps * draft.hidden_size * (2 * draft.num_layers + 3)
+
+    @classmethod
+    def recognises(cls, config: dict[str, Any]) -> bool:
+        architecture = str((config.get("architectures") or [""])[0])
+        return config.get("model_type") == "medusa" or architecture.startswith("Medusa")
 
     @classmethod
     def engine_config(cls, draft: DraftConfig, facts: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class ParallelEagleDrafter(Eagle3Drafter):
 
     title = "P-EAGLE"
     serving = {"parallel_drafting": True}  # noqa: RUF012  # read only
+    needs_mask_token = True
 
     def __init__(self, config: DraftConfig, *, compute_dtype: torch.dtype = torch.float32) -> None:
         if config.mask_token_id is None or not 0 <= config.mask_token_id < config.vocab_size:
@@ -49,6 +50,14 @@ class ParallelEagleDrafter(Eagle3Drafter):
         mask = self.combine(self.mask_hidden.view(1, len(self.config.aux_layer_ids), -1))
         token = self.embed(tokens.new_full((1,), self.config.mask_token_id))
         return mask.expand(len(tokens), -1), token.expand(len(tokens), -1)
+
+    @classmethod
+    def recognises(cls, config: dict[str, Any]) -> bool:
+        architecture = str((config.get("architectures") or [""])[0])
+        if config.get("speculators_model_type") == "peagle" or architecture.lower().startswith("peagle"):
+            return True
+        mask = (config.get(name) for name in ("mask_token_id", "pard_token", "ptd_token_id"))
+        return any(value is not None for value in mask)
 
     @classmethod
     def engine_config(cls, draft: DraftConfig, facts: dict[str, Any]) -> dict[str, Any]:
