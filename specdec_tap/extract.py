@@ -108,7 +108,7 @@ def extract_hf(
         progress: Called with the number of records and a note.
 
     Raises:
-        InputError: The model does not load, or a layer is outside it.
+        InputError: The model does not load, is not a causal one, or a layer is outside it.
     """
     from .shards.reference import ReferenceModel
 
@@ -134,6 +134,8 @@ def extract_hf(
         engine={"specdec_tap": __version__, "runner": "transformers"},
     )
     model = ReferenceModel(model_dir, dtype=dtype, device=device)
+    # Before anything is written.
+    model.check_captures(np.arange(min(8, target.vocab_size)))
     save_target(model_dir, root / "target")
     begun = time.monotonic()
     with ShardWriter(root, header) as writer:

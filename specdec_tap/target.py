@@ -414,6 +414,12 @@ def _open_checkpoint(path: Path, embed_key: str | None, head_key: str | None, no
         raise InputError(f"no model directory at {str(path)!r}")
     config, text = _read_config(path)
     hidden, vocab = int(text["hidden_size"]), int(text["vocab_size"])
+    if (width := text.get("word_embed_proj_dim")) not in (None, hidden):
+        raise InputError(
+            f"{str(path / 'config.json')!r}: word_embed_proj_dim is {width!r} and hidden_size {hidden:,}: "
+            "its embedding and head are of another width than its layers, which no drafter here can share; "
+            "use a model where both are equal"
+        )
     tensors = Checkpoint(path)
     embed = _find(tensors, "embedding", "embed_key", embed_key, _EMBED_SUFFIXES, hidden=hidden, vocab=vocab)
     declared = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
@@ -453,7 +459,7 @@ def _open_checkpoint(path: Path, embed_key: str | None, head_key: str | None, no
         norm=norm,
         norm_bias=norm_bias,
         norm_kind=norm_kind(model_type, has_bias=norm_bias is not None),
-        norm_eps=norm_eps(text),
+        norm_eps=norm_eps(text, 1e-6 if norm_bias is None else 1e-5),
         logit_scale=_logit_scale(text, model_type),
         logit_softcap=float(softcap) if softcap else None,
         config_sha256=file_sha256(path / "config.json"),
@@ -594,12 +600,13 @@ def _quantized_message(what: str, ref: TensorRef) -> str:
     )
 
 
-def norm_eps(text: Mapping[str, Any]) -> float:
-    """Epsilon of a language model's norms, whatever its config calls it."""
+def norm_eps(text: Mapping[str, Any], default: float = 1e-6) -> float:
+    """Epsilon of a language model's norms, whatever its config calls it; some, as OPT's, do not say it and
+    take torch's 1e-5 for a layer norm."""
     for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"):
         if isinstance(text.get(key), int | float):
             return float(text[key])
-    return 1e-6
+    return default
 
 
 def _logit_scale(text: dict[str, Any], model_type: str) -> float:

@@ -25,6 +25,13 @@ _MAX_TOKENS = 2048
 _SCALE_TOLERANCE = 0.003
 _LOSSY_ERROR = {"lossless": 0.0, "fp8": 0.06, "int8": 0.03}
 _MIN_ERROR = 1e-3
+_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
+_DECODER_NAMES = ("decoder", "language_model", "text_model")
+_PROBE_TOKENS = 8
+_SAME_STATE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
+"""Relative difference of two rows that rounding does not reach."""
+_SAME_DIRECTION = 0.99
+"""Cosine above which the head sees a state: its own scale is no difference."""
 
 
 def check_reference(
@@ -111,7 +118,7 @@ class ReferenceModel:
         torch = self._torch
         model = self._in_dtype(dtype)
         base = getattr(model, model.base_model_prefix)
-        norm = getattr(base, "norm", None) or getattr(base, "final_layernorm", None)
+        norm = _last_norm(base)
         before_norm: list[Any] = []
         hooks = []
         if norm is not None:
@@ -127,7 +134,50 @@ class ReferenceModel:
         if before_norm:
             found[len(out.hidden_states) - 1] = before_norm[-1]
         found["final"] = out.last_hidden_state
+        if missing := sorted(set(only or ()) - set(found), key=str):
+            raise InputError(
+                f"{type(base).__name__} gives no state for {missing}: its last norm is not among "
+                f"{', '.join(_NORM_NAMES)}, so the stream before it is not known; leave layer "
+                f"{len(out.hidden_states) - 1} out of --layers"
+            )
         return {k: h[0].float().cpu().numpy() for k, h in found.items() if only is None or k in only}
+
+    def check_captures(self, token_ids: np.ndarray) -> None:
+        """Try a few tokens: is this a causal model whose head sees the states that ``states`` returns?
+
+        Args:
+            token_ids: Any tokens of its vocabulary, at least 4; the first few are used.
+
+        Raises:
+            InputError: It is not, so what a drafter would learn from its states is wrong; says why.
+        """
+        torch = self._torch
+        dtype, model = next(iter(self._models.items()))
+        base, head = getattr(model, model.base_model_prefix), model.get_output_embeddings()
+        name = type(model).__name__
+        ids = torch.from_numpy(token_ids[:_PROBE_TOKENS].astype(np.int64))[None].to(self._device)
+        seen: list[Any] = []
+        hook = None if head is None else head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        try:
+            with torch.inference_mode():
+                out = base(input_ids=ids, use_cache=False)
+                short = base(input_ids=ids[:, : ids.shape[1] // 2], use_cache=False).last_hidden_state
+                model(input_ids=ids, use_cache=False)
+        finally:
+            if hook is not None:
+                hook.remove()
+        final = out.last_hidden_state
+        change = (final[:, : short.shape[1]] - short).float().norm(dim=-1) / short.float().norm(dim=-1)
+        if float(change.median()) > _SAME_STATE[dtype]:
+            raise InputError(
+                f"{name}: later tokens change the states of earlier ones, so it is no causal language model "
+                "and a drafter cannot learn from it; name a decoder"
+            )
+        if seen and (seen[-1].shape != final.shape or _min_cosine(torch, final, seen[-1]) < _SAME_DIRECTION):
+            raise InputError(
+                f"{name}: its head sees other states than its base model returns, so final states would be "
+                "wrong for a drafter. Such a model cannot be captured"
+            )
 
     def _in_dtype(self, dtype: str) -> Any:
         """The model with weights of a dtype; buffers, such as rope's frequencies, stay as they were made."""
@@ -137,6 +187,18 @@ class ReferenceModel:
                 parameter.data = parameter.data.to(getattr(self._torch, dtype))
             self._models[dtype] = model
         return self._models[dtype]
+
+
+def _last_norm(base: Any) -> Any:
+    """The norm behind the last layer, in the base model or in the decoder that it wraps; None if none has a
+    known name."""
+    holders = [base, *(getattr(base, name, None) for name in _DECODER_NAMES)]
+    found = (getattr(holder, name, None) for holder in holders for name in _NORM_NAMES)
+    return next((norm for norm in found if norm is not None), None)
+
+
+def _min_cosine(torch: Any, a: Any, b: Any) -> float:
+    return float(torch.nn.functional.cosine_similarity(a.float(), b.float(), dim=-1).min())
 
 
 def _stored(record: Record) -> dict[str, tuple[Any, int, np.ndarray]]:

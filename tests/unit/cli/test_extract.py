@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.families import edit_config, make_unsupported
 from helpers.tiny import make_llama
 
 from specdec_tap import extract
@@ -14,7 +15,9 @@ from specdec_tap.cli import main
 from specdec_tap.conversations import ChatTokenizer, parse_chat, read_chats
 from specdec_tap.errors import InputError, SpecdecTapError
 from specdec_tap.shards import open_shards
+from specdec_tap.shards.interchange.common import apply_norm
 from specdec_tap.shards.layout import MAX_REQUEST_ID_CHARS
+from specdec_tap.target import load_target
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -74,6 +77,93 @@ def test_records_hold_the_models_states_and_the_answers_spans(model, chats, tmp_
             assert start == next(s.start for s in record.spans if s.kind == "response") - 1
             assert torch.equal(record.final_torch(start, stop), out.last_hidden_state[0, start:stop])
     assert main(["shards", "verify", str(shards), "--reference", str(model)]) == 0
+
+
+class Seen(list):
+    """What went into a module, one tensor a call."""
+
+    def __init__(self, module) -> None:
+        super().__init__()
+        module.register_forward_pre_hook(lambda _, args: self.append(args[0][0]))
+
+
+def make_refused(folder: Path, kind: str, **changes: object) -> Path:
+    """A tiny random model of a family that vLLM's tap refuses, with norms that change what they get."""
+    make_unsupported(folder, kind)
+    edit_config(folder, **changes)
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    loaded = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.normal_(0.5 if parameter.dim() == 1 else 0.0, 0.3)
+    loaded.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "norm", "changes"),
+    [
+        ("gpt2", "transformer.ln_f", {}),
+        ("opt", "model.decoder.final_layer_norm", {}),
+        ("opt", None, {"do_layer_norm_before": False}),
+    ],
+)
+def test_models_that_the_tap_refuses_are_captured_in_hugging_face_code(
+    kind, norm, changes, chats, tmp_path, capsys
+) -> None:
+    """Aux rows are ``output_hidden_states``, the last id the norm's input, final states the head's."""
+    model, shards = make_refused(tmp_path / "model", kind, **changes), tmp_path / "shards"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    command = ["extract", str(model), str(chats), "--backend", "hf", "--out", str(shards)]
+    layers = (1, 2, 3, 4)
+    if norm is None:  # its head sees the last layer's output as it is
+        layers = (1, 2, 3)
+        assert main([*command, "--final-hidden", "all", "--layers", "1,2,4"]) == 2
+        assert "gives no state for [4]" in capsys.readouterr().err
+        command[-1] = str(shards := tmp_path / "again")
+    ids = ",".join(map(str, layers))
+    assert main([*command, "--final-hidden", "all", "--layers", ids]) == 0
+    head = Seen(loaded.get_output_embeddings())
+    entering = Seen(loaded.get_submodule(norm)) if norm else []
+    with open_shards(shards) as store:
+        assert store.header.aux_layer_ids == layers and store.header.dtype == "float32"
+        assert len(store) == 2
+        for record in store:
+            with torch.inference_mode():
+                tokens = torch.from_numpy(record.token_ids[:-1].astype(np.int64))[None]
+                out = loaded(tokens, output_hidden_states=True, use_cache=False)
+            truth = [out.hidden_states[i][0] for i in layers if i < 4] + entering[-1:]
+            for slot, states in enumerate(truth):
+                assert torch.equal(record.aux_torch()[:, slot], states)
+            assert torch.equal(record.final_torch(0, record.num_rows), head[-1])
+            if norm:
+                assert not torch.allclose(head[-1], entering[-1], rtol=0.1)
+    # The saved target's head and norm are the model's.
+    target = load_target(shards / "target")
+    weight = torch.from_numpy(target.head.float32()[: loaded.config.vocab_size])
+    assert torch.allclose(head[-1] @ weight.T, out.logits[0], atol=1e-3)
+    if norm:
+        again = apply_norm(entering[-1].numpy(), target)
+        assert np.allclose(again, head[-1].numpy(), atol=1e-4)
+    assert main(["shards", "verify", str(shards), "--reference", str(model)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("bert", {}, "no causal language model"),
+        ("bert", {"is_decoder": True}, "its head sees other states"),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim is 32 and hidden_size 64"),
+    ],
+)
+def test_models_whose_states_a_drafter_cannot_use_are_refused(
+    kind, changes, message, chats, tmp_path, capsys
+) -> None:
+    model = make_refused(tmp_path / "model", kind, **changes)
+    assert main(["extract", str(model), str(chats), "--backend", "hf", "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path / "out").rglob("0*"))
 
 
 def test_resuming_adds_what_is_missing_and_nothing_twice(model, chats, tmp_path, capsys) -> None:
