@@ -33,8 +33,17 @@ from specdec_tap.errors import (
     UnsupportedFormatError,
 )
 from specdec_tap.shards import ShardWriter, decode_block, encode_block, open_shards
-from specdec_tap.shards.frames import HEADER_AREA_BYTES, RECORD, pack_frame_head
-from specdec_tap.shards.records import decode_index, decode_record, encode_record
+from specdec_tap.shards.frames import (
+    FRAME_HEAD_BYTES,
+    HEADER_AREA_BYTES,
+    INDEX,
+    RECORD,
+    Totals,
+    pack_frame_head,
+    pack_header_area,
+    unpack_header_area,
+)
+from specdec_tap.shards.records import MAX_FRAMES, decode_index, decode_record, encode_record
 from specdec_tap.shards.repair import abandoned_journals, is_locked, rebuild_sealed, seal_journal
 from specdec_tap.shards.verify import verify_shards
 
@@ -431,6 +440,33 @@ def test_zip_bombs_are_refused_before_any_memory_is_taken(small_memory):
     data = undeclared.compress(bytes(1 << 20)) + undeclared.flush()
     with pytest.raises(CorruptShardError, match="by its own account"):
         decode_record(record + data)
+
+
+def test_a_sparse_shard_whose_index_claims_too_many_frames_is_refused_by_name(tmp_path, small_memory):
+    """The file has room for them, header and checksums are right, and on the disk it is a few KB."""
+    path = small_shard(tmp_path)
+    entries = MAX_FRAMES * 8
+    header = unpack_header_area(path.read_bytes()[:HEADER_AREA_BYTES], path.stat().st_size).header
+    frames_bytes = entries * FRAME_HEAD_BYTES
+    payload = struct.pack("<HHIII", 1, 0, entries, 0, 0) + zstd_bomb(entries * 28)
+    frame = pack_frame_head(INDEX, entries, payload) + payload
+    path = path.with_name("000002.safetensors")
+    totals = Totals(num_blocks=entries)
+    with path.open("wb") as file:
+        area = pack_header_area(dataclasses.replace(header, shard=2), totals, frames_bytes, len(frame))
+        file.write(area)
+        file.truncate(HEADER_AREA_BYTES + frames_bytes)
+        file.seek(0, os.SEEK_END)
+        file.write(frame)
+    assert path.stat().st_size > 1 << 31 and path.stat().st_blocks * 512 < 4 << 20
+    with open_shards(tmp_path) as store:
+        with pytest.raises(
+            CorruptShardError, match=r"000002\.safetensors: INDEX head says .*67,108,864 blocks"
+        ):
+            list(store.files())[1].index()
+        assert len(list(store)) == 2  # those of the whole shard
+    report = verify_shards(tmp_path)
+    assert not report.ok and any("000002" in str(finding) for finding in report.findings)
 
 
 @pytest.mark.parametrize(
