@@ -156,10 +156,8 @@ def write_status(path: Path, status: dict[str, object]) -> None:
     """Replace the status file in one step, mode 0600."""
     temp = path.with_suffix(".tmp")
     fd = os.open(temp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    try:
-        os.write(fd, json.dumps(status).encode())
-    finally:
-        os.close(fd)
+    with os.fdopen(fd, "wb") as file:  # writes all or raises, where os.write may stop half way
+        file.write(json.dumps(status).encode())
     temp.replace(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from helpers.fake_engine import FakeRunner, make_header, make_tap, new_request, schedule
 
 from specdec_tap import open_shards
-from specdec_tap.capture.retention import Ages, end_dead_streams, enforce
+from specdec_tap.capture.retention import Ages, end_dead_streams, enforce, write_status
 from specdec_tap.shards.writer import ShardWriter
 
 
@@ -235,3 +236,45 @@ def test_a_budget_is_kept_to_within_one_shard_and_records_point_at_nothing_that_
     for record in store:
         for piece in record.pieces:
             record.aux(piece.position, piece.stop)
+
+
+def test_a_reader_of_the_status_file_never_sees_half_of_it(tmp_path):
+    """Thousands of reads while it is replaced, with bodies of unequal length: old or new, never torn."""
+    path = tmp_path / ".status.json"
+    write_status(path, {"n": 0, "filling": "", "end": 0})
+    stop, written = threading.Event(), [0]
+
+    def replace() -> None:
+        while not stop.is_set():
+            n = written[0] + 1
+            write_status(path, {"n": n, "filling": "x" * (n % 7 * 20_000), "end": n})
+            written[0] = n
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    try:
+        last, seen = 0, set()
+        deadline = time.monotonic() + 60
+        reads = 0
+        while reads < 5_000 or (len(seen) < 20 and time.monotonic() < deadline):
+            status = json.loads(path.read_bytes())
+            assert status["n"] == status["end"] >= last
+            assert len(status["filling"]) == status["n"] % 7 * 20_000
+            last = status["n"]
+            seen.add(last)
+            reads += 1
+    finally:
+        stop.set()
+        writer.join()
+    assert len(seen) >= 20, "the writer did not run beside the reader"
+
+
+def test_a_status_that_does_not_fit_on_the_disk_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / ".status.json"
+    write_status(path, {"n": 1})
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        # The disk fills up after a few bytes: what was written so far must not get the name.
+        real = os.open
+        patch.setattr(os, "open", lambda *a, **k: real("/dev/full", os.O_WRONLY))
+        write_status(path, {"n": 2})
+    assert json.loads(path.read_text()) == {"n": 1}
