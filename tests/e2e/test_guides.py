@@ -211,6 +211,7 @@ def test_every_command_of_the_kimi_guide(family: str, recipe: str, shell: Shell)
 EAGER = json.dumps({"enforce_eager": True})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "shell",
     [
