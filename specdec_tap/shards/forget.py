@@ -94,22 +94,24 @@ def _own_blocks(store: ShardStore, stream: str, ids: set[str]) -> tuple[set[Bloc
         The blocks that only these records use, how many they share with others, and the ids that those others
         will have once these records are gone.
     """
+    files = [file for file in store.files() if file.stream == stream]
     mine: set[BlockRef] = set()
-    others: dict[str, set[BlockRef]] = {}
-    for file in store.files():
-        if file.stream == stream:
-            gone = 0
-            for ordinal in range(file.totals.num_records):
-                record_id = f"{stream}/{file.number:06d}/{ordinal}"
-                # An unreadable record could point anywhere: better an error than an erased shared prefix.
-                refs = {piece.block for piece in file.record(ordinal).pieces}
-                if record_id in ids:
-                    gone += 1
-                    mine |= refs
-                else:
-                    others[f"{stream}/{file.number:06d}/{ordinal - gone}"] = refs
-    shared = mine & set().union(*others.values())
-    return mine - shared, len(shared), [record_id for record_id, refs in others.items() if refs & shared]
+    for number, ordinal in (map(int, i.split("/")[1:]) for i in ids):
+        file = next(file for file in files if file.number == number)
+        mine |= {piece.block for piece in file.record(ordinal).pieces}
+    shared: set[BlockRef] = set()
+    users = []
+    for file in files:
+        gone = 0
+        for ordinal in range(file.totals.num_records):
+            if f"{stream}/{file.number:06d}/{ordinal}" in ids:
+                gone += 1
+                continue
+            # An unreadable record could point anywhere: better an error than an erased shared prefix.
+            if used := mine & {piece.block for piece in file.record(ordinal).pieces}:
+                shared |= used
+                users.append(f"{stream}/{file.number:06d}/{ordinal - gone}")
+    return mine - shared, len(shared), users
 
 
 @contextlib.contextmanager

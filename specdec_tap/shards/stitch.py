@@ -7,8 +7,11 @@ prompt there.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +19,7 @@ import numpy as np
 from ..errors import ShardError
 from .layout import RecordMeta, Span
 from .lossy import to_float
-from .reader import Record, _some, bits_to_torch
+from .reader import Record, ShardStore, _some, bits_to_torch
 
 if TYPE_CHECKING:
     import torch
@@ -144,30 +147,129 @@ class Stitched:
         return bits_to_torch(self.final(start, stop), self.header.dtype)
 
 
+@dataclass(slots=True)
+class _Node:
+    """Records with the same tokens and the same adapter."""
+
+    records: list[int]
+    length: int
+    first_prompt: int | None
+    """Tokens before the first answer; None without one."""
+    parent: _Node | None = None
+    """Longest record that this one goes on from."""
+    heir: _Node | None = None
+    """The first record that goes on from this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Records that form one sequence."""
+
+    records: tuple[int, ...]
+    """Numbers in the store, shortest first."""
+    first_prompt: int | None
+    """Tokens before the first answer of the conversation; None without one."""
+    known_tokens: int = 0
+    """Tokens at the start that another sequence trains."""
+
+
 def stitch(records: Iterable[Record]) -> Iterator[Stitched]:
     """Group records into conversations: one sequence per record that is no prefix of another.
 
     A record whose tokens, all of them, begin another record's is folded into it. Where several records
-    begin alike (an answer regenerated, a conversation forked), the shared turn goes to one of them only.
-    LoRA adapters are kept apart, since the same tokens give other states there. Holds the token ids of all
-    records in memory.
+    begin alike (an answer regenerated, a conversation forked), the shared turn goes to the first of them.
+    LoRA adapters are kept apart, since the same tokens give other states there, and records that lost a part
+    join nothing.
 
     Args:
         records: Any records, in any order, of one target.
 
     Returns:
-        Sequences, ordered by token ids. A lone record becomes a ``Stitched`` of one.
+        Sequences, in the order of their first records. A lone record becomes a ``Stitched`` of one.
     """
-    # Big-endian bytes sort like the token sequences do, and a prefix sorts right before its extensions.
-    held = list(records)
-    keyed = sorted((r.meta.lora or "", r.token_ids.astype(">i4").tobytes(), i) for i, r in enumerate(held))
-    chain: list[int] = []
-    for at, (lora, key, number) in enumerate(keyed):
-        chain.append(number)
-        follows = at + 1 < len(keyed) and keyed[at + 1][0] == lora and keyed[at + 1][1].startswith(key)
-        if not follows:
-            yield Stitched([held[i] for i in chain])
-            chain = []
+    held = records if isinstance(records, ShardStore | Sequence) else list(records)
+    for found in group(held):
+        yield Stitched([held[i] for i in found.records])
+
+
+def group(store: Sequence[Record] | ShardStore) -> list[Group]:
+    """Find the conversations of a store, in the order of their first records.
+
+    Reads the tokens of every record twice and holds a few hundred bytes a record, which is known by a 64-bit
+    number that is a sum over its positions: the numbers of all its prefixes are one cumulative sum. What
+    matches is compared by digest.
+    """
+    nodes: dict[tuple[str, bytes], _Node] = {}
+    keys: dict[str, dict[int, bytes]] = defaultdict(dict)
+    """By adapter: digests of whole records by their number."""
+    alone = []
+    sums = _Sums()
+    for index in range(len(store)):
+        record = store[index]
+        if record.removed_rows:
+            # Trains nothing, so nothing may rely on it.
+            alone.append(Group((index,), _first_prompt(record)))
+            continue
+        ids, lora = np.asarray(record.token_ids), record.meta.lora or ""
+        digest = _digest(ids)
+        if node := nodes.get((lora, digest)):
+            node.records.append(index)
+            found = [p for p in (node.first_prompt, _first_prompt(record)) if p is not None]
+            node.first_prompt = min(found, default=None)
+            continue
+        nodes[lora, digest] = _Node([index], len(ids), _first_prompt(record))
+        keys[lora][int(sums(ids)[-1])] = digest
+    known = {lora: np.array(sorted(found), np.uint64) for lora, found in keys.items()}
+    for (lora, _), node in nodes.items():
+        ids = np.asarray(store[node.records[0]].token_ids)
+        prefixes, mine = sums(ids)[:-1], known[lora]
+        at = np.searchsorted(mine, prefixes)
+        hits = np.flatnonzero(mine[np.minimum(at, len(mine) - 1)] == prefixes)
+        for last in hits[::-1].tolist():
+            digest = keys[lora][int(prefixes[last])]
+            if digest == _digest(ids[: last + 1]):
+                node.parent = nodes[lora, digest]
+                node.parent.heir = node.parent.heir or node  # nodes come in the order of the records
+                break
+    groups = alone + [_group_of(node) for node in nodes.values() if node.heir is None]
+    return sorted(groups, key=lambda g: min(g.records))
+
+
+def _group_of(last: _Node) -> Group:
+    """The sequence that ends with a node."""
+    chain = [last]
+    while (parent := chain[-1].parent) is not None and parent.heir is chain[-1]:
+        chain.append(parent)
+    root = chain[-1]
+    known = 0 if root.parent is None else root.parent.length
+    # A request without an answer, such as a system prompt alone, is where many conversations begin.
+    first, node = None, last
+    while node is not None:
+        first = first if node.first_prompt is None else node.first_prompt
+        node = node.parent
+    return Group(tuple(i for node in chain[::-1] for i in node.records), first, known)
+
+
+class _Sums:
+    """Numbers of all prefixes of a token sequence."""
+
+    def __init__(self) -> None:
+        self._factors = np.empty(0, np.uint64)
+
+    def __call__(self, ids: np.ndarray) -> np.ndarray:
+        if len(ids) > len(self._factors):
+            size = max(4096, 2 * len(ids))
+            self._factors = np.random.default_rng(0).integers(0, 2**64, size, dtype=np.uint64)
+        terms = (ids.astype(np.int64) + 1).astype(np.uint64) * self._factors[: len(ids)]
+        return np.cumsum(terms, dtype=np.uint64)
+
+
+def _digest(ids: np.ndarray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(ids, "<i4").tobytes(), digest_size=16).digest()
+
+
+def _first_prompt(record: Record) -> int | None:
+    return next((s.start for s in record.spans if s.kind == "response"), None)
 
 
 def _joined_spans(records: tuple[Record, ...]) -> tuple[Span, ...]:

@@ -384,7 +384,7 @@ class ShardWriter:
                     self._fd, self._journal_header, self._totals, self._index, self._end, self._sequence
                 )
                 publish(path, sealed)
-            except BaseException:
+            except BaseException:  # Ctrl-C, too, must leave a journal that can be written on
                 self._torn = True
                 with contextlib.suppress(OSError):
                     self._untear()

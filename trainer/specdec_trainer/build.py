@@ -313,9 +313,10 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """
     if name != "auto":
         return torch.float32 if name == "float32" else torch.bfloat16
-    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.float32
-    return torch.bfloat16
+    if device.type != "cpu":
+        return torch.bfloat16
+    has_products = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_products else torch.float32
 
 
 def build(

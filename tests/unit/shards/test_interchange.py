@@ -169,15 +169,21 @@ def test_an_export_comes_in_again_unchanged(tmp_path, llama, name):
             assert [s.start for s in second.spans] == [s.start for s in first.spans]
 
 
-def test_an_export_for_the_connector_has_its_layout(tmp_path, llama):
-    """One file a request: states of four layers and the token ids, the last state before the norm."""
-    from safetensors.numpy import load_file
-
+def imported_from_modelopt(tmp_path, llama):
+    """A shards folder with the one conversation of ``llama``."""
     dump = tmp_path / "dump"
     dump.mkdir()
     dump_modelopt(dump, llama)
     import_dump("modelopt", dump, tmp_path / "a", llama[0])
-    with open_shards(tmp_path / "a") as a:
+    return tmp_path / "a"
+
+
+def test_an_export_for_the_connector_has_its_layout(tmp_path, llama):
+    """One file a request: states of four layers and the token ids, the last state before the norm."""
+    from safetensors.numpy import load_file
+
+    shards = imported_from_modelopt(tmp_path, llama)
+    with open_shards(shards) as a:
         export_shards(a, tmp_path / "out", "vllm-connector")
         assert [p.name for p in (tmp_path / "out").rglob("*.safetensors")] == ["request-0.safetensors"]
         tensors = load_file(tmp_path / "out" / "request-0.safetensors")
@@ -194,11 +200,8 @@ def test_an_export_for_the_connector_has_its_layout(tmp_path, llama):
 
 def test_speculators_layout_round_trip(tmp_path, llama):
     pytest.importorskip("datasets")
-    dump = tmp_path / "dump"
-    dump.mkdir()
-    dump_modelopt(dump, llama)
-    import_dump("modelopt", dump, tmp_path / "a", llama[0])
-    with open_shards(tmp_path / "a") as store:
+    shards = imported_from_modelopt(tmp_path, llama)
+    with open_shards(shards) as store:
         export_shards(store, tmp_path / "out", "speculators")
     import_dump("speculators", tmp_path / "out", tmp_path / "b", llama[0])
     with open_shards(tmp_path / "a") as a, open_shards(tmp_path / "b") as b:
