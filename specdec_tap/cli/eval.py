@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         metavar="ARGS",
         help="more arguments of 'vllm serve', as one string; replaces the default "
-        "(--enforce-eager on the CPU build, else none)",
+        "(on the CPU build --enforce-eager, and --dtype float32 without AVX-512; else none)",
     )
     parser.add_argument(
         "--port", type=int, metavar="N", help="port of the started server (default: a free one)"

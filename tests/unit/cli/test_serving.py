@@ -215,3 +215,25 @@ def test_importing_the_commands_loads_no_heavy_package():
     code += "print(sorted(heavy))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "fast"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512bw avx512vl\n", True),
+        ("flags\t\t: fpu avx avx2 fma\n", False),
+        ("Features\t: fp asimd bf16\n", True),
+        ("Features\t: fp asimd\n", False),
+        ("nothing that says it\n", True),
+    ],
+)
+def test_the_model_is_served_in_a_dtype_that_the_cpu_multiplies(
+    cpuinfo: str, fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{cpuinfo}")
+    assert serving.has_fast_bfloat16(tmp_path / "cpuinfo") == fast
+    monkeypatch.setattr(serving, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(serving, "has_fast_bfloat16", lambda: fast)
+    assert ("--dtype" in serving.default_arguments()) != fast
+    monkeypatch.setattr(serving, "is_cpu_build", lambda: False)
+    assert serving.default_arguments() == []
