@@ -18,6 +18,7 @@ from .algorithms import ALGORITHMS
 from .config import TrainConfig
 from .drafter import Drafter
 from .export import check_embedding, load_drafter
+from .kernels import has_bfloat16
 from .loss import TeacherHead
 from .mla import KIMI_K2, LatentShape
 from .model import LAYERS, DraftConfig
@@ -306,17 +307,10 @@ def check_layers(aux_layer_ids: tuple[int, ...], target: Target) -> None:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Dtype of the matrix products on ``device`` for the setting ``dtype``.
-
-    A CPU without AVX-512 (or Arm's bfloat16 instructions) has no bfloat16 product but a scalar one, 20 to 90
-    times as slow as float32.
-    """
+    """Dtype of the matrix products on ``device`` for the setting ``dtype``."""
     if name != "auto":
         return torch.float32 if name == "float32" else torch.bfloat16
-    if device.type != "cpu":
-        return torch.bfloat16
-    has_products = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if has_products else torch.float32
+    return torch.bfloat16 if has_bfloat16(device) else torch.float32
 
 
 def build(

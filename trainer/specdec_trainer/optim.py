@@ -12,6 +12,41 @@ from torch import Tensor, nn
 from specdec_tap.errors import ConfigError
 
 from .distributed import is_sharded, like, local
+from .kernels import has_bfloat16
+
+_ADJUST = "match_rms_adamw"
+
+
+class Float32Muon(torch.optim.Muon):
+    """torch's Muon, its state and settings, with the Newton-Schulz iterations in float32 instead of bfloat16.
+
+    Source: Jordan et al., Muon (2024); ``torch.optim.Muon``, Nesterov's momentum and ``match_rms_adamw``.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One update of every matrix that has a gradient."""
+        for group in self.param_groups:
+            params: list[Tensor] = []
+            grads: list[Tensor] = []
+            buffers: list[Tensor] = []
+            self._init_group(group, params, grads, buffers)
+            for p, grad, buffer in zip(params, grads, buffers, strict=True):
+                buffer.lerp_(grad, 1 - group["momentum"])
+                update = _orthogonal(grad.lerp(buffer, group["momentum"]), group)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+
+
+def _orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
+    """Nearest matrix with orthonormal rows or columns, nearly."""
+    a, b, c = group["ns_coefficients"]
+    tall = x.shape[0] > x.shape[1]
+    x = (x.T if tall else x) / x.norm().clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
 
 
 class Optimizers:
@@ -41,10 +76,11 @@ class Optimizers:
         self.parameters = [p for _, p in named]
         self.parts: list[torch.optim.Optimizer] = []
         if matrices:
+            kind = torch.optim.Muon if has_bfloat16(matrices[0].device) else Float32Muon
             self.parts.append(
-                torch.optim.Muon(
+                kind(
                     matrices, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=True,
-                    ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw",
+                    ns_steps=ns_steps, adjust_lr_fn=_ADJUST,
                 )
             )  # fmt: skip
         if rest:
