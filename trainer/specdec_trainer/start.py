@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -183,11 +183,13 @@ def scale_last_norm(objective: Eagle3Objective, batches: Sequence[Batch]) -> flo
     training = model.training
     model.eval()
     target_scale = model.norm.weight.detach().clone()
-    losses = {}
-    for factor in _SCALES:
-        model.norm.weight.copy_(target_scale * factor)
-        sums = [objective.matches(batch, objective.steps)[1] for batch in batches]
-        losses[factor] = float(sum(s.loss.sum() for s in sums))
+    losses = dict.fromkeys(_SCALES, 0.0)
+    for batch in batches:
+        for factor in _SCALES:
+            model.norm.weight.copy_(target_scale * factor)
+            losses[factor] += float(objective.matches(batch, objective.steps)[1].loss.sum())
+            # What the target says is the same for every factor.
+            batch = replace(batch, greedy=batch.notes["greedy"], centroid=batch.notes.get("centroid"))
     best = min(_SCALES, key=losses.__getitem__)
     model.norm.weight.copy_(target_scale * best)
     model.train(training)
