@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.engine import runner_env
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -58,7 +59,12 @@ VARIANTS = {
     "partial_rotary": {"rope": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "qwen3": {"layer": "qwen3", "norm_before_residual": True, "norm_output": True, "draft_vocab_size": 200},
+    # vLLM translates this layout's config.json; layers, norms and vocabulary must come through.
+    "speculators": {"aux_layer_ids": (1, 3, 6), "draft_vocab_size": 150, "norm_before_residual": True,
+                    "norm_output": True},
 }  # fmt: skip
+ON_V2 = ["own_layers", "reduced_vocab", "speculators"]
+"""Variants that the V2 runner serves too: it reads the layer ids elsewhere, and drafts in code of its own."""
 
 
 def tiny_target(path: Path, tied: bool = False) -> Path:
@@ -125,7 +131,9 @@ class Drafted:
     log: str
 
 
-def drafts_of_vllm(jobs: dict[Path, tuple[Path, list[list[int]]]], dtype: str) -> dict[Path, Drafted]:
+def drafts_of_vllm(
+    jobs: dict[Path, tuple[Path, list[list[int]]]], dtype: str, runner: str = "v1"
+) -> dict[Path, Drafted]:
     """vLLM's drafts by drafter, for a target and prompts each, from one process of its own.
 
     Raises:
@@ -134,7 +142,7 @@ def drafts_of_vllm(jobs: dict[Path, tuple[Path, list[list[int]]]], dtype: str) -
     script = Path(__file__).with_name("drafts_of_vllm.py")
     wanted = [
         {"model": str(model), "drafter": str(drafter), "prompts": prompts, "steps": STEPS, "dtype": dtype,
-         "out": str(drafter.with_suffix(".safetensors"))}
+         "out": str(drafter.with_suffix(f".{runner}.safetensors"))}
         for drafter, (model, prompts) in jobs.items()
     ]  # fmt: skip
     done = subprocess.run(
@@ -144,13 +152,13 @@ def drafts_of_vllm(jobs: dict[Path, tuple[Path, list[list[int]]]], dtype: str) -
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=120 + 120 * len(jobs),
-        env={**os.environ, "TRITON_BACKENDS_IN_TREE": "1"},
+        env={**os.environ, **runner_env(runner)},
         check=False,
     )
     assert done.returncode == 0, done.stdout[-9000:]
     out = {}
     for drafter, (_, prompts) in jobs.items():
-        tensors = load_file(drafter.with_suffix(".safetensors"))
+        tensors = load_file(drafter.with_suffix(f".{runner}.safetensors"))
         names = ("tokens", "aux", "next", "drafts")
         results = [tuple(tensors[f"{i}.{name}"] for name in names) for i in range(len(prompts))]
         log = done.stdout.split(f"drafter {drafter}\n", 1)[1].split("\ndrafter ", 1)[0]
@@ -187,16 +195,33 @@ def targets(folder: Path) -> dict[bool, Path]:
 
 
 @pytest.fixture(scope="module")
-def drafted(folder: Path, targets: dict[bool, Path]) -> dict[str, Drafted]:
-    jobs = {}
+def exported(folder: Path, targets: dict[bool, Path]) -> dict[Path, Path]:
+    """The variants' drafters, and the target of each."""
+    out = {}
     for variant, changes in VARIANTS.items():
         where = targets[variant == "tied"]
         target = load_target(where)
-        model = random_drafter(target, 1, **changes)
-        export_drafter(model, folder / variant, target=target, dtype=torch.float32)
-        jobs[folder / variant] = (where, random_prompts(1))
-    found = drafts_of_vllm(jobs, "float32")
-    return {path.name: drafts for path, drafts in found.items()}
+        layout = "speculators" if variant == "speculators" else "vllm"
+        export_drafter(
+            random_drafter(target, 1, **changes), folder / variant, target=target, dtype=torch.float32,
+            format=layout, target_name=str(where),
+        )  # fmt: skip
+        out[folder / variant] = where
+    return out
+
+
+@pytest.fixture(scope="module")
+def drafted(exported: dict[Path, Path]) -> dict[str, Drafted]:
+    jobs = {drafter: (target, random_prompts(1)) for drafter, target in exported.items()}
+    return {path.name: drafts for path, drafts in drafts_of_vllm(jobs, "float32").items()}
+
+
+@pytest.fixture(scope="module")
+def drafted_on_v2(exported: dict[Path, Path]) -> dict[str, Drafted]:
+    """Of fewer prompts: Triton's kernels are interpreted there."""
+    prompts = random_prompts(1)[:16]
+    jobs = {drafter: (target, prompts) for drafter, target in exported.items() if drafter.name in ON_V2}
+    return {path.name: drafts for path, drafts in drafts_of_vllm(jobs, "float32", "v2").items()}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -214,7 +239,19 @@ def test_vllm_proposes_what_the_trainer_proposes(
     assert len({int(d) for *_, drafts in results for d in drafts[0]}) > 10
 
 
-@pytest.mark.parametrize("variant", ["plain_full_vocab", "tied", "own_layers"])
+@pytest.mark.parametrize("variant", ON_V2)
+def test_the_v2_runner_proposes_the_same(
+    variant: str, folder: Path, targets: dict[bool, Path], drafted_on_v2: dict[str, Drafted]
+) -> None:
+    """B10, B14, B106: from the layers of the export, on the runner that reads them elsewhere."""
+    results = drafted_on_v2[variant].results
+    loaded = load_drafter(folder / variant, compute_dtype=torch.float32)
+    loaded.embed_weight = load_target(targets[False]).embed.torch()
+    assert agreement(loaded, results) == [1.0] * STEPS
+    assert len({int(d) for *_, drafts in results for d in drafts[0]}) > 5
+
+
+@pytest.mark.parametrize("variant", ["plain_full_vocab", "tied", "own_layers", "speculators"])
 def test_vllm_reads_the_layers_of_the_export(
     variant: str, targets: dict[bool, Path], drafted: dict[str, Drafted]
 ) -> None:
