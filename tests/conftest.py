@@ -1,4 +1,4 @@
-"""What every test starts from: offline, no settings of the tap, fast tests before slow ones."""
+"""What every test starts from: offline, one thread, no settings of the tap, fast tests before slow ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread waits more than it works
 for name in [name for name in os.environ if name.startswith("SPECDEC_TAP")]:
     del os.environ[name]
 

@@ -23,6 +23,7 @@ def run(job: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    gc.freeze()  # an engine's start and end collect garbage ten times: of all modules, half a second each
     print(f"drafter {job['drafter']}", flush=True)
     llm = LLM(
         model=job["model"], dtype=job["dtype"], enforce_eager=True, max_model_len=512, max_num_seqs=4, seed=0,

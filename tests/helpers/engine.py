@@ -110,7 +110,6 @@ def run_engines(
     variables = {k: v for k, v in os.environ.items() if not k.startswith("SPECDEC_TAP")}
     variables |= {
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -175,6 +174,7 @@ def _plain(value: Any) -> Any:
 def _run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
+    gc.freeze()  # an engine's start and end collect garbage ten times: of all modules, half a second each
     options = {**ENGINE, **job["engine"]}
     if job["shards"] is not None:
         tap = {"min_free_bytes": 0, **job["tap"], "dir": job["shards"]}
