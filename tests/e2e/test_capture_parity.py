@@ -30,6 +30,8 @@ pytestmark = pytest.mark.e2e
 HELPERS = Path(__file__).parent.parent / "helpers"
 TOLERANCE = 1e-4
 NUM_LAYERS = 8
+FEW = (10, 20, 30)
+"""Tokens that some requests are confined to, so that even a random drafter of these is often right."""
 LLM = {
     "dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8,
     "max_num_batched_tokens": 128,
@@ -90,7 +92,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
         if "norm" not in name:
             weight += 0.01 * torch.randn(weight.shape, generator=generator)
     save_file(weights, twin / "model.safetensors", metadata={"format": "pt"})
-    return {"target": target, "same": same, "other": other, "twin": twin}
+    few = tiny.make_eagle3_drafter(root / "few", target, tokens=FEW)
+    return {"target": target, "same": same, "other": other, "twin": twin, "few": few}
 
 
 def make_prompts(sizes: list[int], seed: int = 0) -> list[list[int]]:
@@ -132,11 +135,11 @@ def make_jobs(models: dict[str, Path], root: Path) -> list[dict[str, Any]]:
         "sampled": [{"prompts": boundaries[:4], "params": {"n": 3, "temperature": 1.0, "max_tokens": 12}}],
         "long": [{"prompts": [boundaries[6]], "params": {"max_tokens": 300, "ignore_eos": True}}],
         "drafts": [{"prompts": [*loop, *boundaries[:3]], "params": {"max_tokens": 24, "ignore_eos": True}}],
-        # Three tokens to choose from: answers repeat themselves, so that n-grams guess right now and then.
+        # Answers repeat themselves, so that n-grams guess right now and then too.
         "few": [
             {
                 "prompts": boundaries[:3],
-                "params": {"max_tokens": 60, "ignore_eos": True, "allowed_token_ids": [10, 20, 30]},
+                "params": {"max_tokens": 60, "ignore_eos": True, "allowed_token_ids": list(FEW)},
             },
         ],
         "crowd": [
@@ -174,6 +177,8 @@ def make_jobs(models: dict[str, Path], root: Path) -> list[dict[str, Any]]:
         job("eagle-same", "drafts", **drafter("eagle3", model=str(models["same"]))),
         job("eagle-other", "drafts", **eagle),
         job("eagle-other-off", "drafts", tap=False, **eagle),
+        job("few", "few"),
+        job("eagle-few", "few", **drafter("eagle3", model=str(models["few"]))),
         job("twin", "drafts", **twin),
         job("crowd", "crowd", **small),
         # Last: no other engine starts in a process where vLLM 0.32 compiled its n-gram search.
@@ -344,7 +349,7 @@ def test_preempted_requests_are_whole(ran, oracle):
     check(ran["crowd"], oracle)
 
 
-@pytest.mark.parametrize("job", ["ngram", "eagle-same", "eagle-other", "twin", "async-twin"])
+@pytest.mark.parametrize("job", ["ngram", "eagle-same", "eagle-other", "eagle-few", "twin", "async-twin"])
 def test_a_drafter_may_be_at_work(ran, oracle, job):
     refusal = re.search(
         "Model Runner V2 does not yet support: speculative method.*'", ran[job].result.get("error", "")
@@ -353,10 +358,9 @@ def test_a_drafter_may_be_at_work(ran, oracle, job):
         pytest.skip(f"vLLM: {refusal[0]}")
     check(ran[job], oracle)
     assert ran[job].result["async"] is (job == "async-twin")
-    if job != "ngram":  # which had a sampling option of its own
-        alone = ran["plain"].outputs[-len(ran[job].outputs) :]
-        assert [o["tokens"] for o in ran[job].outputs] == [o["tokens"] for o in alone]
-    if not job.startswith("eagle"):  # those are random: nothing of theirs is accepted
+    alone = ran["few" if job in ("ngram", "eagle-few") else "plain"].outputs[-len(ran[job].outputs) :]
+    assert [o["tokens"] for o in ran[job].outputs] == [o["tokens"] for o in alone]
+    if job not in ("eagle-same", "eagle-other"):  # those are random: nothing of theirs is accepted
         assert ran[job].counter("vllm:spec_decode_num_accepted_tokens") > 20
     drafted = ran[job].counter("vllm:spec_decode_num_draft_tokens")
     assert drafted > ran[job].counter("vllm:spec_decode_num_accepted_tokens")  # some were rejected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -73,8 +74,13 @@ def make_llama(
     return folder
 
 
-def make_eagle3_drafter(folder: Path, target: Path, *, draft_vocab_size: int = 128, seed: int = 1) -> Path:
-    """Save a random one-layer EAGLE-3 llama drafter for ``target`` (tensor names as vLLM reads them)."""
+def make_eagle3_drafter(
+    folder: Path, target: Path, *, draft_vocab_size: int = 128, tokens: Sequence[int] = (), seed: int = 1
+) -> Path:
+    """Save a random one-layer EAGLE-3 llama drafter for ``target`` (tensor names as vLLM reads them).
+
+    It proposes ``tokens`` (ascending), or as many as ``draft_vocab_size`` says.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -89,6 +95,9 @@ def make_eagle3_drafter(folder: Path, target: Path, *, draft_vocab_size: int = 1
     ones = torch.ones(hidden, dtype=torch.bfloat16)
     # Evenly spaced target tokens; d2t holds offsets: target id = draft id + d2t[draft id].
     chosen = torch.linspace(0, config["vocab_size"] - 1, draft_vocab_size).long()
+    if tokens:
+        chosen = torch.tensor(tokens)
+        draft_vocab_size = len(tokens)
     tensors = {
         "fc.weight": matrix(hidden, 3 * hidden),
         "layers.0.input_layernorm.weight": ones.clone(),
@@ -124,4 +133,41 @@ def make_eagle3_drafter(folder: Path, target: Path, *, draft_vocab_size: int = 1
             drafter[name] = config[name]
     drafter["rope_theta"] = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     (folder / "config.json").write_text(json.dumps(drafter, indent=2))
+    return folder
+
+
+def rotate_llama(folder: Path, source: Path, *, seed: int = 3) -> Path:
+    """Save an untied float32 llama whose residual stream is rotated: same config, same answers, other states.
+
+    This is what rotation before quantization (QuaRot, SpinQuant) does to a checkpoint.
+    """
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder)
+    weights = {name: weight.double() for name, weight in load_file(source / "model.safetensors").items()}
+    hidden = weights["model.norm.weight"].shape[0]
+    generator = torch.Generator().manual_seed(seed)
+    rotation = torch.linalg.qr(torch.randn(hidden, hidden, generator=generator, dtype=torch.float64))[0]
+    for name, weight in weights.items():
+        gain = None
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            gain = name.rsplit(".", 3)[0] + ".input_layernorm.weight"
+        elif name.endswith(("gate_proj.weight", "up_proj.weight")):
+            gain = name.rsplit(".", 3)[0] + ".post_attention_layernorm.weight"
+        elif name == "lm_head.weight":
+            gain = "model.norm.weight"
+        if gain is not None:  # a norm's gain does not commute with the rotation: the next product takes it
+            weights[name] = weight * weights[gain] @ rotation
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = rotation.T @ weight
+        elif name == "model.embed_tokens.weight":
+            weights[name] = weight @ rotation
+    for name, weight in weights.items():
+        if "norm" in name:
+            weights[name] = torch.ones_like(weight)
+    rotated = {name: weight.float().contiguous() for name, weight in weights.items()}
+    save_file(rotated, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
