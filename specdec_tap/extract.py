@@ -34,7 +34,7 @@ from .shards.layout import Piece, RecordMeta, ShardHeader, Span, TargetInfo, che
 from .shards.lossy import from_float
 from .shards.reader import open_shards
 from .shards.writer import ShardWriter
-from .target import file_sha256, load_target, save_target
+from .target import file_sha256, fingerprint, load_target, save_target
 
 Progress = Callable[[int, str], None]
 BATCH = 256
@@ -198,6 +198,7 @@ def target_info(model_dir: Path) -> TargetInfo:
     """The model as the tap describes it in its shards, so that both can lie in one folder."""
     target = load_target(model_dir)
     tokenizer = model_dir / "tokenizer.json"
+    weights = fingerprint(target)
     quantization = target.config.get("quantization_config")
     return TargetInfo(
         name=model_dir.resolve().name,
@@ -210,6 +211,8 @@ def target_info(model_dir: Path) -> TargetInfo:
         config_sha256=target.config_sha256,
         tokenizer_sha256=file_sha256(tokenizer) if tokenizer.is_file() else None,
         quantization=str(quantization["quant_method"]) if isinstance(quantization, dict) else None,
+        tables_sha256=weights.tables,
+        layers_sha256=weights.layers,
     )
 
 

@@ -44,6 +44,7 @@ NORM_BIAS = "norm.bias"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 _MAX_JSON_BYTES = 64_000_000
 _COPY_BYTES = 8 << 20
+_SAMPLED_TENSORS, _SAMPLES_OF_TABLE, _SAMPLE_BYTES = 256, 64, 4096
 _DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -200,6 +201,26 @@ class Target(ModelSizes):
     config_sha256: str
     files: tuple[Path, ...] = field(default=())
     """Tokenizer and generation files beside the config."""
+    layers_sha256: str | None = None
+    """Of a ``target/`` folder, which has no layers: the fingerprint of its checkpoint's, where noted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Which weights a model has: a rotated residual stream or a fine-tune may have the same config."""
+
+    tables: str | None
+    """SHA-256 of samples of embedding, head and final norm."""
+    layers: str | None
+    """The same of everything else."""
+
+    def differs(self, other: Fingerprint) -> str | None:
+        """What differs, as a noun for a message; None where all that both know is the same."""
+        if None not in (self.tables, other.tables) and self.tables != other.tables:
+            return "embedding, head or final norm"
+        if None not in (self.layers, other.layers) and self.layers != other.layers:
+            return "layers"
+        return None
 
 
 def save_target(
@@ -244,6 +265,7 @@ def save_target(
             "norm_eps": source.norm_eps,
             "logit_scale": source.logit_scale,
             "logit_softcap": source.logit_softcap,
+            "layers_sha256": fingerprint(source).layers,
             "tensors": {ours: ref.name for ours, ref in _tensors(source)},
         }
         _write_private(part / TARGET_JSON, json.dumps(info, indent=2).encode() + b"\n")
@@ -292,6 +314,49 @@ def file_sha256(path: Path) -> str:
         while chunk := file.read(_COPY_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def fingerprint(target: Target) -> Fingerprint:
+    """Tell a target's weights from another's of the same config.
+
+    Samples of at most 3 MB are read, however large the checkpoint; how it is split into files does not count.
+
+    Raises:
+        InputError: A weight file is damaged.
+    """
+    tables = hashlib.sha256()
+    for name, ref in _tensors(target):
+        _add_samples(tables, name, ref, _SAMPLES_OF_TABLE)
+    layers = target.layers_sha256
+    if not (target.path / TARGET_JSON).is_file():
+        layers = _sample_layers(Checkpoint(target.path))
+    return Fingerprint(tables.hexdigest(), layers)
+
+
+def _sample_layers(checkpoint: Checkpoint) -> str | None:
+    names = [name for name in checkpoint if not is_candidate(name)]
+    if not names:  # a copy of the tables alone
+        return None
+    # In no order of the model's: with evenly spaced ones every sample might be of the same small kind.
+    names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    digest = hashlib.sha256()
+    for name in names[:_SAMPLED_TENSORS]:
+        _add_samples(digest, name, checkpoint.ref(name), 1)
+    return digest.hexdigest()
+
+
+def _add_samples(digest: Any, name: str, ref: TensorRef, count: int) -> None:
+    """Bytes from the middle of ``count`` equal parts of a tensor."""
+    digest.update(f"{name} {ref.dtype} {list(ref.shape)};".encode())
+    try:
+        with ref.path.open("rb", buffering=0) as file:
+            for i in range(count):
+                middle = ref.nbytes * (2 * i + 1) // (2 * count)
+                start = max(0, min(middle, ref.nbytes - _SAMPLE_BYTES))
+                file.seek(ref.offset + start)
+                digest.update(file.read(min(_SAMPLE_BYTES, ref.nbytes)))
+    except OSError as err:
+        raise InputError(f"cannot read tensor {ref.name!r} of {str(ref.path)!r}: {err.strerror}") from err
 
 
 class Checkpoint:
@@ -501,6 +566,7 @@ def _open_saved(path: Path) -> Target:
             logit_softcap=None if info["logit_softcap"] is None else float(info["logit_softcap"]),
             config_sha256=str(info["config_sha256"]),
             files=_tokenizer_files(path),
+            layers_sha256=info.get("layers_sha256"),
         )
     except (KeyError, TypeError, ValueError) as err:
         raise InputError(f"{str(path / TARGET_JSON)!r} is damaged: {err!r}") from err
@@ -646,10 +712,7 @@ def _already_saved(out_dir: Path, source: Target) -> bool:
         out_dir.rmdir()
         return False
     saved = _open_saved(out_dir)
-    shapes = [(name, ref.shape, ref.dtype) for name, ref in _tensors(source)]
-    if saved.config_sha256 != source.config_sha256 or shapes != [
-        (n, r.shape, r.dtype) for n, r in _tensors(saved)
-    ]:
+    if saved.config_sha256 != source.config_sha256 or fingerprint(saved).differs(fingerprint(source)):
         raise InputError(
             f"{str(out_dir)!r} holds the tensors of another target than {str(source.path)!r}; "
             "capture each target into a folder of its own"

@@ -134,6 +134,10 @@ class _Fields:
     def optional_text(self, name: str, max_chars: int = 1024) -> str | None:
         return None if self._get(name) is None else self.text(name, max_chars)
 
+    def added_text(self, name: str, max_chars: int) -> str | None:
+        """A field that older files lack."""
+        return self.optional_text(name, max_chars) if name in self._data else None
+
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
         value = self._get(name)
         if not isinstance(value, str) or value not in choices:
@@ -164,6 +168,9 @@ class _Fields:
         return value
 
 
+FINGERPRINTS = ("tables_sha256", "layers_sha256")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetInfo:
     """Which model the states came from; enough to refuse a wrong one later."""
@@ -180,10 +187,15 @@ class TargetInfo:
     config_sha256: str
     tokenizer_sha256: str | None
     quantization: str | None
+    tables_sha256: str | None = None
+    """Of samples of embedding, head and final norm (``target.fingerprint``); None where unknown."""
+    layers_sha256: str | None = None
+    """The same of all other weights."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dict of JSON values."""
-        return dataclasses.asdict(self)
+        """Plain dict of JSON values, without the fingerprints that are not known."""
+        out = dataclasses.asdict(self)
+        return {name: value for name, value in out.items() if value is not None or name not in FINGERPRINTS}
 
     @classmethod
     def from_json(cls, data: Any) -> TargetInfo:
@@ -200,6 +212,8 @@ class TargetInfo:
             config_sha256=f.text("config_sha256", 64),
             tokenizer_sha256=f.optional_text("tokenizer_sha256", 64),
             quantization=f.optional_text("quantization"),
+            tables_sha256=f.added_text("tables_sha256", 64),
+            layers_sha256=f.added_text("layers_sha256", 64),
         )
 
 

@@ -33,7 +33,7 @@ from .frames import (
     unpack_frame_head,
     unpack_header_area,
 )
-from .layout import Piece, RecordMeta, ShardHeader, Span
+from .layout import FINGERPRINTS, Piece, RecordMeta, ShardHeader, Span
 from .lossy import to_float
 from .records import BLOCK_COLUMNS, RECORD_COLUMNS, decode_index, decode_record
 from .remote import RemoteFolder, is_url
@@ -492,7 +492,7 @@ def bits_to_torch(bits: np.ndarray, dtype: str) -> torch.Tensor:
 
 _COMMON_FIELDS = ("aux_layer_ids", "layer_convention", "final_hidden", "dtype")
 _COMMON_TARGET_FIELDS = ("name", "revision", "architecture", "num_hidden_layers", "hidden_size", "vocab_size",
-                         "config_sha256", "tokenizer_sha256", "quantization")  # fmt: skip
+                         "config_sha256", "tokenizer_sha256", "quantization", *FINGERPRINTS)  # fmt: skip
 
 ALL_DIFFERENCES = (*_COMMON_FIELDS, *(f"target.{name}" for name in _COMMON_TARGET_FIELDS))
 """For ``ignore_differences``: list a mixed folder instead of refusing it."""
@@ -502,6 +502,9 @@ def header_differences(a: ShardHeader, b: ShardHeader) -> dict[str, tuple[object
     """Fields that must agree for two shards to be used together, where they do not."""
     pairs = {name: (getattr(a, name), getattr(b, name)) for name in _COMMON_FIELDS}
     pairs |= {f"target.{n}": (getattr(a.target, n), getattr(b.target, n)) for n in _COMMON_TARGET_FIELDS}
+    for name in FINGERPRINTS:  # shards of earlier versions have none
+        if None in pairs[f"target.{name}"]:
+            del pairs[f"target.{name}"]
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 

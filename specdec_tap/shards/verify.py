@@ -427,7 +427,7 @@ def _check_content(
             "'specdec-tap shards verify --target MODEL_DIR' takes the head from a checkpoint",
         )  # fmt: skip
         return
-    from ..target import load_target
+    from ..target import Fingerprint, fingerprint, load_target
 
     target = load_target(folder)
     wanted = (store.header.hidden_size, store.header.target.vocab_size, store.header.target.num_hidden_layers)
@@ -442,6 +442,14 @@ def _check_content(
             "target_config",
             str(folder),
             "config.json is not the one the shards were captured with",
+        )
+    info = store.header.target
+    if what := Fingerprint(info.tables_sha256, info.layers_sha256).differs(fingerprint(target)):
+        report.add(
+            "warning",
+            "target_weights",
+            str(folder),
+            f"has another {what} than the model that the shards were captured from (fingerprints differ)",
         )
     with np.errstate(all="ignore"):
         ContentChecker(store, report, target, content_rows, tell).run()

@@ -15,7 +15,7 @@ from .._version import __version__
 from ..config import ADDITIONAL_CONFIG_KEY, TapConfig, prepare_directory
 from ..errors import ConfigError, InputError, SpecdecTapError, UnsupportedVllmError
 from ..shards.layout import ShardHeader, TargetInfo
-from ..target import file_sha256, save_target
+from ..target import Fingerprint, file_sha256, fingerprint, load_target, save_target
 from .support import version_problem, version_warning
 from .tap import Limits, Tap
 
@@ -198,6 +198,7 @@ def make_tap(plan: Plan, vllm_config: Any, aux_layer_ids: tuple[int, ...], devic
     checkpoint = checkpoint_dir(model_config)
     header = make_header(plan, vllm_config, aux_layer_ids, checkpoint)
     check_same_target(config.dir / "target", header.target)
+    check_drafter_is_for(header.target, vllm_config.speculative_config)
     scheduler = vllm_config.scheduler_config
     speculative = vllm_config.speculative_config
     cache = vllm_config.cache_config
@@ -260,6 +261,7 @@ def make_header(
     except PackageNotFoundError:
         distribution = vllm.__version__
     scope = plan.config.final_hidden
+    weights = weights_of(checkpoint)
     return ShardHeader(
         stream="starting",
         shard=0,
@@ -277,6 +279,8 @@ def make_header(
             if tokenizer is not None and tokenizer.is_file()
             else None,
             quantization=None if model_config.quantization is None else str(model_config.quantization),
+            tables_sha256=weights.tables,
+            layers_sha256=weights.layers,
         ),
         aux_layer_ids=aux_layer_ids,
         final_hidden="none" if scope == "none" else "post_norm",
@@ -322,6 +326,33 @@ def check_same_target(target_dir: Path, target: TargetInfo) -> None:
             f"dir is {str(target_dir.parent)!r}, which holds shards of another target (its "
             f"target/config.json is not {target.name}'s); choose another folder for this model"
         )
+    if what := weights_of(target_dir).differs(Fingerprint(target.tables_sha256, target.layers_sha256)):
+        raise ConfigError(
+            f"dir is {str(target_dir.parent)!r}, which holds shards of other weights than {target.name}'s: "
+            f"its target/ has another {what} under the same config.json; choose another folder for this model"
+        )
+
+
+def weights_of(folder: Path | None) -> Fingerprint:
+    """Of a checkpoint or a ``target/`` folder; unknown where it is not there or its tables are quantized."""
+    try:
+        return Fingerprint(None, None) if folder is None else fingerprint(load_target(folder))
+    except (InputError, OSError):
+        return Fingerprint(None, None)
+
+
+def check_drafter_is_for(target: TargetInfo, speculative: Any) -> None:
+    """Say so when the server's own drafter learnt the states of other weights: it would guess badly."""
+    draft = getattr(speculative, "draft_model_config", None)
+    config = getattr(draft, "hf_config", None)
+    learnt = Fingerprint(
+        getattr(config, "target_tables_sha256", None), getattr(config, "target_layers_sha256", None)
+    )
+    if what := learnt.differs(Fingerprint(target.tables_sha256, target.layers_sha256)):
+        logger.warning(
+            "the drafter %s was trained for a model with another %s than %s (fingerprints differ); if drafts "
+            "are seldom accepted, train one for this model", draft.model, what, target.name,
+        )  # fmt: skip
 
 
 def _save_target(checkpoint: Path, target_dir: Path) -> None:

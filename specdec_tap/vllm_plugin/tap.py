@@ -12,6 +12,7 @@ spoilt are dropped whole, and serving goes on. A tap that keeps failing turns it
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -440,8 +441,9 @@ class Tap:
             self._writer_lost()
         self._give_up(self._live(), "dropped_weights_changed")
         header = self.channel.header
-        target = {**header.target.to_json(), "revision": revision}
-        self.channel.replace(header.replace(target=type(header.target).from_json(target)))
+        # The checkpoint's fingerprint is not that of the new weights.
+        target = dataclasses.replace(header.target, revision=revision, tables_sha256=None, layers_sha256=None)
+        self.channel.replace(header.replace(target=target))
         self._loss_counted = False
         logger.info("the weights changed; capture goes on in stream %s", self.channel.header.stream)
 

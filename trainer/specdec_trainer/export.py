@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec_tap.errors import ConfigError, InputError
-from specdec_tap.target import Target
+from specdec_tap.target import Fingerprint, Target, fingerprint
 
 from .algorithms import ALGORITHMS, algorithm_of
 from .drafter import Drafter
@@ -31,6 +31,9 @@ from .rope import rope_parameters
 
 FORMATS = ("vllm", "sglang", "trtllm", "speculators")
 WEIGHTS = "model.safetensors"
+IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+CONVENTION_KEY, RESIDUAL_IN, LAYER_OUTPUT = "aux_layer_convention", "residual_in", "layer_output"
+"""What an id i means: the residual stream entering layer i (vLLM), or the output of layer i (SGLang)."""
 
 
 def export_drafter(
@@ -43,6 +46,7 @@ def export_drafter(
     card: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     draft_tokens: int = 3,
+    learnt_from: Fingerprint | None = None,
 ) -> None:
     """Write a drafter folder.
 
@@ -55,6 +59,7 @@ def export_drafter(
         card: Text of README.md.
         dtype: Of the stored weights.
         draft_tokens: Proposal length noted in the speculators format.
+        learnt_from: Of the target that gave the states; ``target``'s by default.
 
     Raises:
         ConfigError: The format cannot express this drafter.
@@ -64,6 +69,12 @@ def export_drafter(
         raise ConfigError(f"format is {format!r}; expected one of {', '.join(FORMATS)}")
     config = engine_config(model.config, format, target=target, target_name=target_name, dtype=dtype,
                            draft_tokens=draft_tokens)  # fmt: skip
+    if learnt_from is None and target is not None:
+        learnt_from = fingerprint(target)
+    if learnt_from is not None:
+        facts = config["transformer_layer_config"] if format == "speculators" else config
+        facts["target_tables_sha256"] = learnt_from.tables
+        facts["target_layers_sha256"] = learnt_from.layers
     tensors = engine_tensors(model, format, dtype)
     if out_dir.exists() and not (out_dir / WEIGHTS).is_file() and any(out_dir.iterdir()):
         raise InputError(f"{str(out_dir)!r} exists and holds no drafter; choose another folder")
@@ -198,6 +209,8 @@ def engine_config(
                 "for it"
             )
     config = kind.engine_config(draft, flat)
+    if IDS_KEY in config:
+        config[CONVENTION_KEY] = RESIDUAL_IN if format == "vllm" else LAYER_OUTPUT
     if not kind.own_head and target is not None and target.logit_scale != 1.0:
         config["logit_scale"] = target.logit_scale
     return config
@@ -237,7 +250,8 @@ def _speculators_config(
         "fc_norm": draft.fc_norm,
         "norm_output": draft.norm_output,
         "target_hidden_size": draft.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(draft.aux_layer_ids),
+        IDS_KEY: list(draft.aux_layer_ids),
+        CONVENTION_KEY: RESIDUAL_IN,
         "tie_word_embeddings": False,
         "has_no_defaults_at_init": False,
         "dtype": dtype,
@@ -273,6 +287,13 @@ def engine_tensors(model: Drafter, format: str, dtype: torch.dtype) -> dict[str,
         t2d[torch.arange(len(d2t)) + d2t] = True
         out["d2t"], out["t2d"] = d2t.clone(), t2d
     return out
+
+
+def drafter_fingerprint(path: Path) -> Fingerprint:
+    """Of the target that a drafter folder was trained for; unknown in those of others."""
+    config = _read_config(path)
+    facts = {**config.get("transformer_layer_config", {}), **config}
+    return Fingerprint(facts.get("target_tables_sha256"), facts.get("target_layers_sha256"))
 
 
 def expected_tensors(draft: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -314,7 +335,22 @@ def check_drafter(path: Path, *, target: Target | None = None) -> list[str]:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
             problems.append(f"tensor {name} holds values that are not finite")
     problems += _mapping_problems(draft, tensors.get("d2t"), tensors.get("t2d"))
+    if config.get("quantization_config"):
+        problems.append(
+            "config.json has a quantization_config, often the target's: an engine would take these plain "
+            "weights for packed ones; remove it"
+        )
     if target is not None:
+        if outside := [i for i in named_layers(config) if not 0 <= i <= target.num_hidden_layers]:
+            problems.append(
+                f"config.json names aux layers {outside}, but the target has {target.num_hidden_layers} "
+                "layers"
+            )
+        if what := drafter_fingerprint(path).differs(fingerprint(target)):
+            problems.append(
+                f"it was trained for a model with another {what} than {str(target.path)!r} "
+                "(fingerprints differ)"
+            )
         if target.vocab_size != draft.vocab_size:
             problems.append(f"vocab_size is {draft.vocab_size:,}, the target's is {target.vocab_size:,}")
         embed = tensors.get("embed_tokens.weight")
@@ -329,23 +365,63 @@ def check_drafter(path: Path, *, target: Target | None = None) -> list[str]:
 
 
 def check_notes(path: Path, *, target: Target | None = None) -> list[str]:
-    """What an engine will decide for itself about a sound drafter folder."""
-    config = _read_config(path)
-    if ALGORITHMS[algorithm_of(config) or "eagle3"].reads != "aux" or named_layers(config):
+    """What an engine will decide for itself about a drafter folder, and what is assumed here."""
+    try:
+        config = _read_config(path)
+    except InputError:  # said by check_drafter
         return []
+    notes = []
+    if config.get("auto_map"):
+        notes.append(
+            "config.json has an auto_map: an engine would run code of that folder, and refuses to without "
+            "--trust-remote-code; remove it, engines have classes of their own for drafters"
+        )
+    if ALGORITHMS[algorithm_of(config) or "eagle3"].reads != "aux":
+        return notes
+    if named_layers(config):
+        return notes + _layer_notes(config)
     layers = _target_layers(config, None if target is None else target.num_hidden_layers)
     these = f"here {default_layers(layers)}" if layers else "N is the target's number of layers"
     return [
+        *notes,
         "config.json names no aux layers (eagle_aux_hidden_state_layer_ids): vLLM will take its default "
-        f"(2, N//2, N-3), {these}; make sure that the drafter was trained on these"
+        f"(2, N//2, N-3), {these}; make sure that the drafter was trained on these",
     ]
+
+
+def _layer_notes(config: dict[str, Any]) -> list[str]:
+    """Which of the two meanings of a layer id is assumed, and which runner reads the list."""
+    ids, stated = named_layers(config), config.get(CONVENTION_KEY)
+    notes = []
+    outputs = f"outputs of layers (SGLang's and SpecForge's spelling; vLLM's is {[i + 1 for i in ids]})"
+    too_low = "vLLM takes the list as it stands and would read one layer too low: write its spelling for vLLM"
+    if stated == LAYER_OUTPUT:
+        notes.append(f"aux layers {ids} are {outputs}, as {CONVENTION_KEY} says; {too_low}")
+    elif stated != RESIDUAL_IN and "speculators_model_type" not in config:
+        if ids[0] == 1:
+            notes.append(
+                f"aux layers {ids} are assumed to be {outputs}, because the list begins with 1: the default "
+                f"(1, N//2-1, N-4) there; {too_low}. If it was trained on the streams after {ids} layers, "
+                "the list is right for vLLM"
+            )
+        else:
+            notes.append(
+                f"aux layers {ids} are assumed to be the streams after so many layers (vLLM's spelling), "
+                "because the list does not begin with 1, as SGLang's and SpecForge's defaults do; if they "
+                f"are outputs of layers, vLLM's spelling is {[i + 1 for i in ids]}"
+            )
+    if not config.get(IDS_KEY):
+        notes.append(
+            f"{IDS_KEY} is only inside eagle_config: vLLM's V1 runner reads it there, its V2 runner does not "
+            "and takes the default; write it at the top level too"
+        )
+    return notes
 
 
 def named_layers(config: dict[str, Any]) -> list[int]:
     """Layer ids in ``config.json``; none where the engine takes its default."""
     nested = config.get("eagle_config") or {}
-    key = "eagle_aux_hidden_state_layer_ids"
-    return list(config.get(key) or nested.get(key) or [])
+    return list(config.get(IDS_KEY) or nested.get(IDS_KEY) or [])
 
 
 def default_layers(num_layers: int) -> list[int]:
@@ -452,8 +528,8 @@ def parse_config(config: dict[str, Any], target_layers: int | None = None) -> tu
             tells, their ids are 1, 2, 3: right in number only.
 
     Returns:
-        ``(settings, "vllm" | "speculators")``; ids of SGLang folders look like vLLM's and are taken as such
-        unless the caller knows better.
+        ``(settings, "vllm" | "speculators")``, layer ids in vLLM's spelling; those of foreign SGLang folders
+        look like vLLM's and are taken as such unless the caller knows better.
 
     Raises:
         InputError: A field is missing.
@@ -466,6 +542,8 @@ def parse_config(config: dict[str, Any], target_layers: int | None = None) -> tu
     facts = config
     nested = config.get("eagle_config") or {}
     ids = named_layers(config)
+    if config.get(CONVENTION_KEY) == LAYER_OUTPUT:
+        ids = [i + 1 for i in ids]
     width = facts.get("num_aux_hidden_states") or (len(ids) if ids else 3)
     if kind.reads == "final":
         ids = []

@@ -20,7 +20,7 @@ import torch
 from specdec_tap.errors import ConfigError, InputError
 from specdec_tap.runlog import MAX_DRAFT_TOKENS, PREDICTIONS_NAME
 from specdec_tap.shards.remote import is_url
-from specdec_tap.target import Target, load_target
+from specdec_tap.target import Fingerprint, Target, fingerprint, load_target
 
 from . import build as building
 from . import checkpoint, data, distributed, follow, inputs, runlog, start
@@ -32,7 +32,7 @@ from .conversations import ConversationStore
 from .distributed import Group, join, leave
 from .drafter import Drafter
 from .evaluate import Evaluation, evaluate
-from .export import export_drafter, lend_tables, load_drafter, target_ids_of
+from .export import drafter_fingerprint, export_drafter, lend_tables, load_drafter, target_ids_of
 from .loop import DivergedError, Hooks, LoopState, StopRequested, train
 from .mirror import Mirror
 from .objective import Eagle3Objective
@@ -229,6 +229,18 @@ def _run(
         if config.init_from is None
         else building.warm_start(config.init_from, target, aux_ids, config.algorithm)
     )
+    if what := check_weights(store, target):
+        say(
+            f"warning: the {what} of {str(target.path)!r} are not those of the model that the shards were "
+            "captured from, such as a quantized form of it (fingerprints differ); its head is used as it is"
+        )
+    if source is not None and (
+        what := drafter_fingerprint(config.init_from).differs(captured_from(store, target))
+    ):
+        say(
+            f"warning: {str(config.init_from)!r} was trained for a model with another {what} than the one "
+            "that the shards were captured from (fingerprints differ)"
+        )
 
     # What to train on.
     feed = None
@@ -524,7 +536,8 @@ class _Session:
             card = model_card(self.config, self.facts, survey, state, evaluation, self.target_name)
             export_drafter(building.plain_copy(self.objective.model, weights), self.folder / "drafter",
                            target=self.target, card=card, target_name=self.target_name, format=self.format,
-                           draft_tokens=self.config.eval_draft_tokens)  # fmt: skip
+                           draft_tokens=self.config.eval_draft_tokens,
+                           learnt_from=captured_from(self.store, self.target))  # fmt: skip
         finally:
             if self.average is not None:
                 self.average.swap()
@@ -589,6 +602,30 @@ def open_inputs(shards: Path, target_path: Path | None, store: Any = None) -> tu
             "(specdec-tap shards import --final-hidden pre_norm applies the norm)"
         )
     return store, target
+
+
+def captured_from(store: Any, target: Target) -> Fingerprint:
+    """Of the model that gave the shards' states; of ``target`` where they do not say."""
+    info = getattr(store.header, "target", None)
+    known = Fingerprint(getattr(info, "tables_sha256", None), getattr(info, "layers_sha256", None))
+    return known if known.tables else fingerprint(target)
+
+
+def check_weights(store: Any, target: Target) -> str | None:
+    """What differs between ``target`` and the model that was captured, where training can still use it.
+
+    Raises:
+        InputError: Embedding, head or norm are another model's: states and teacher would not fit.
+    """
+    ours, captured = fingerprint(target), captured_from(store, target)
+    what = captured.differs(ours)
+    if what is not None and captured.tables != ours.tables:
+        raise InputError(
+            f"the target in {str(target.path)!r} has another {what} than the model that the shards were "
+            "captured from, under sizes that agree (fingerprints differ); pass --target with the checkpoint "
+            "that was served, or leave it out where the shards have a target/ folder"
+        )
+    return what
 
 
 def check_supervised(survey: data.Survey, say: Callable[[str], None] = lambda text: None) -> None:

@@ -245,6 +245,9 @@ def _header(
                 "layer; expected "
                 f"ascending ids from 0 to {layers}"
             )
+    from ...target import fingerprint
+
+    weights = fingerprint(target)
     return ShardHeader(
         stream=stream,
         shard=0,
@@ -260,6 +263,8 @@ def _header(
             config_sha256=target.config_sha256,
             tokenizer_sha256=None,
             quantization=None,
+            tables_sha256=weights.tables,
+            layers_sha256=weights.layers,
         ),
         aux_layer_ids=ours,
         final_hidden="post_norm" if sample.final is not None else "none",

@@ -168,3 +168,91 @@ def test_four_ids_for_a_fusion_of_three_are_both_named(tmp_path: Path, target, l
     )
     with pytest.raises(InputError, match=r"cannot be loaded: tensor fc\.weight .*names 4 aux layers"):
         build.warm_start(folder, target, DEFAULT)
+
+
+def lint(folder: Path, capsys: pytest.CaptureFixture, *more: str) -> tuple[int, str]:
+    code = main(["export", str(folder), "--check", *more])
+    return code, capsys.readouterr().out
+
+
+def unstate(*ids: int):
+    """As others write their config: with these ids, and nothing that says what they mean."""
+
+    def edit(config: dict) -> None:
+        config.pop("aux_layer_convention", None)
+        for part in (config, config.get("eagle_config", {})):
+            part["eagle_aux_hidden_state_layer_ids"] = list(ids)
+
+    return edit
+
+
+def test_the_check_says_which_meaning_of_layer_ids_it_assumes(tmp_path: Path, target, capsys) -> None:
+    """B10: the output of layer k, or the stream after k layers; a list that begins with 1 is the former."""
+    code, said = lint(published(tmp_path / "a", "vllm", unstate(1, 3, 4)), capsys)
+    assert code == 0
+    assert "note: aux layers [1, 3, 4] are assumed to be outputs of layers (SGLang's and SpecForge's" in said
+    assert "vLLM's is [2, 4, 5]), because the list begins with 1" in said
+    assert "would read one layer too low" in said
+    code, said = lint(published(tmp_path / "b", "vllm", unstate(2, 4, 5)), capsys)
+    assert code == 0
+    assert "aux layers [2, 4, 5] are assumed to be the streams after so many layers (vLLM's" in said
+    assert "because the list does not begin with 1" in said
+
+
+def test_our_drafters_say_which_meaning_their_layer_ids_have(tmp_path: Path, capsys) -> None:
+    """Even layers 1, 3, 6 of vLLM's spelling, whose list begins with 1."""
+    assert "note" not in lint(published(tmp_path / "a", "vllm", aux_layer_ids=(1, 3, 6)), capsys)[1]
+    said = lint(published(tmp_path / "b", "sglang", aux_layer_ids=(2, 4, 5)), capsys)[1]
+    assert "aux layers [1, 3, 4] are outputs of layers" in said
+    assert "vLLM's is [2, 4, 5]), as aux_layer_convention says" in said
+    again = tmp_path / "again"
+    assert main(["export", str(tmp_path / "b"), "--format", "vllm", "--out", str(again)]) == 0
+    assert json.loads((again / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+
+
+def test_the_check_says_which_runner_reads_nested_layer_ids(tmp_path: Path, capsys) -> None:
+    def nest(config: dict) -> None:
+        del config["eagle_aux_hidden_state_layer_ids"]
+
+    code, said = lint(published(tmp_path / "d", "vllm", nest), capsys)
+    assert code == 0
+    assert "is only inside eagle_config: vLLM's V1 runner reads it there, its V2 runner does not" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        (
+            {"auto_map": {"AutoModel": "modeling.Eagle"}},
+            0,
+            "note: config.json has an auto_map: an engine would",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            1,
+            "has a quantization_config, often the target's",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 31]}, 1, "names aux layers [31], but the target has 8"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 5]}, 1, "config.json names 2 aux layers [2, 5], but the"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_the_check_of_a_foreign_config(tmp_path: Path, target, capsys, change, code, text) -> None:
+    def edit(config: dict) -> None:
+        config.update(change)
+        if "eagle_aux_hidden_state_layer_ids" in change:
+            del config["num_aux_hidden_states"]
+
+    got, said = lint(published(tmp_path / "d", "vllm", edit), capsys, "--target", str(target.path))
+    assert (got, text in said) == (code, True), said
+
+
+@pytest.mark.parametrize("name", ["d2t", "lm_head.weight"])
+def test_the_check_of_a_missing_tensor(tmp_path: Path, capsys, name: str) -> None:
+    folder = published(tmp_path / "d", "vllm", unstate(1, 3, 4))
+    tensors = {k: v for k, v in load_file(folder / "model.safetensors").items() if not k.endswith(name)}
+    save_file(tensors, folder / "model.safetensors")
+    code, said = lint(folder, capsys)
+    assert code == 1
+    assert f"{name} is missing" in said
+    assert "because the list begins with 1" in said  # the notes come with the faults
