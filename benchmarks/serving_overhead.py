@@ -41,6 +41,8 @@ from specdec_tap.serving import VllmServer, default_arguments, root_url
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the fake steps of the unit tests
 
 BATCH = 256
+CACHE_BYTES = 64 << 20
+"""More than a core's share of any cache."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -52,7 +54,9 @@ def hook_times(hidden_sizes: Sequence[int], steps: int) -> dict[str, Any]:
 
     On a CPU the worker itself copies the states, at the speed of memory; ``copy_us`` is the time of that one
     operation. ``hook_us_per_step`` is all the rest: what the hook costs whatever the hidden size is, and what
-    it costs the host where a device does the copy.
+    it costs the host where a device does the copy. Large states push everything else out of the processor's
+    cache, and the next step pays for that; a forward does the same at any hidden size, which ``cold_rest_us``
+    stands for.
     """
     import torch
 
@@ -61,13 +65,20 @@ def hook_times(hidden_sizes: Sequence[int], steps: int) -> dict[str, Any]:
         by_size[runner] = {}
         for hidden in hidden_sizes:
             with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-                by_size[runner][hidden] = hook_time(runner, hidden, steps, Path(folder))
+                warm = hook_time(runner, hidden, steps, Path(folder) / "warm")
+                cold = hook_time(runner, hidden, steps, Path(folder) / "cold", evict=True)
+                by_size[runner][hidden] = warm | {"cold_rest_us": cold["rest_us"]}
     rest = {name: max(one["rest_us"] for one in sizes.values()) for name, sizes in by_size.items()}
     return {"hook_us_per_step": rest, "hook_us_by_hidden_size": by_size}
 
 
-def hook_time(runner_name: str, hidden: int, steps: int, folder: Path) -> dict[str, float]:
-    """Return medians in microseconds: the hooks, the copy in them, and the difference."""
+def hook_time(
+    runner_name: str, hidden: int, steps: int, folder: Path, *, evict: bool = False
+) -> dict[str, float]:
+    """Return medians in microseconds: the hooks, the copy in them, and the difference.
+
+    With ``evict`` the processor's cache is filled with something else before each step.
+    """
     import torch
     from helpers.fake_engine import FakeRunner, make_tap, new_request, schedule
 
@@ -79,6 +90,7 @@ def hook_time(runner_name: str, hidden: int, steps: int, folder: Path) -> dict[s
     tap.on_schedule(schedule([new_request(name, [1, 2, 3], max_tokens=4000) for name in ids]))
     tap.on_step(runner.step(ids, [3] * BATCH, [0] * BATCH, [1, 2, 3] * BATCH, [[4]] * BATCH))
     states = torch.randn(4, BATCH, hidden).bfloat16()
+    other = torch.zeros(CACHE_BYTES if evict else 0, dtype=torch.uint8)
     hooks: list[float] = []
     copies: list[float] = []
     gather = staging.gather_states
@@ -92,6 +104,7 @@ def hook_time(runner_name: str, hidden: int, steps: int, folder: Path) -> dict[s
     for number in range(steps):
         step = runner.step(list(ids), [1] * BATCH, [3 + number] * BATCH, [4] * BATCH, [[4]] * BATCH, states)
         nothing_new = schedule()
+        other.add_(1)
         begin = time.perf_counter_ns()
         tap.on_schedule(nothing_new)
         tap.on_step(step)
