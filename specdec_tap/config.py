@@ -272,6 +272,14 @@ def field_docs() -> dict[str, str]:
     return docs
 
 
+def left_out_by_vllm(env: Mapping[str, str]) -> str | None:
+    """Why a vLLM started from here would not load the tap: then nothing of it runs that could say so."""
+    allowed = env.get("VLLM_PLUGINS")
+    if allowed is None or "specdec_tap" in allowed.split(","):
+        return None
+    return f"VLLM_PLUGINS is {allowed!r}; add specdec_tap to it, or unset it"
+
+
 def prepare_directory(path: Path) -> None:
     """Create the shard folder (mode 0700) and prove that a file can be written in it.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from . import plan
-from .config import TapConfig
+from .config import TapConfig, left_out_by_vllm
 from .errors import ConfigError, InputError
 from .serving import is_cpu_build, vllm_version
 from .shards import huffman
@@ -111,9 +111,8 @@ def _check_plugin(report: Report) -> None:
     if not any(point.name == "specdec_tap" for point in points):
         report.add("plugin", "fail", "not registered with vLLM; install specdec-tap into vLLM's environment")
         return
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "specdec_tap" not in allowed.split(","):
-        report.add("plugin", "fail", f"VLLM_PLUGINS is {allowed!r}; add specdec_tap to it, or unset it")
+    if problem := left_out_by_vllm(os.environ):
+        report.add("plugin", "fail", problem)
         return
     report.add("plugin", "ok", "registered with vLLM as specdec_tap")
 

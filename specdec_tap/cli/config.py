@@ -10,7 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..config import ADDITIONAL_CONFIG_KEY, ENV_PREFIX, ENV_SWITCH, SECRET_FIELDS, TapConfig, field_docs
+from ..config import (
+    ADDITIONAL_CONFIG_KEY,
+    ENV_PREFIX,
+    ENV_SWITCH,
+    SECRET_FIELDS,
+    TapConfig,
+    field_docs,
+    left_out_by_vllm,
+)
 from ..errors import ConfigError
 from ._console import print_table, write_json
 
@@ -59,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     headers = ("setting", "value", "from", "environment variable and meaning")[: 4 if args.docs else 3]
     title = "capture is on" if config is not None else "capture is off; these would be the settings"
     print_table(title, rows, headers=headers)
+    if config is not None and (problem := left_out_by_vllm(os.environ)):
+        print(f"but vLLM would not load the tap: {problem}", file=sys.stderr)
     if config is None:
         switched = os.environ.get(ENV_SWITCH)
         why = (

@@ -93,6 +93,21 @@ def test_a_plugin_left_out_by_vllm_plugins_is_found(monkeypatch, capsys):
     assert "VLLM_PLUGINS is 'lora_filesystem_resolver'; add specdec_tap to it" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("plugins", "said"),
+    [(None, False), ("specdec_tap", False), ("a,specdec_tap", False), ("a", True), ("", True)],
+)
+def test_the_shown_settings_tell_when_vllm_would_not_load_the_tap(monkeypatch, capsys, plugins, said):
+    """B48: nothing of ours runs in such a server, so only what is started beside it can say so."""
+    monkeypatch.setenv("SPECDEC_TAP_DIR", "shards")
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    assert main(["config", "show"]) == 0
+    out, err = capsys.readouterr()
+    assert "capture is on" in out
+    assert ("but vLLM would not load the tap: VLLM_PLUGINS is" in err) is said
+
+
 def test_wrong_settings_are_a_failed_check(monkeypatch, capsys):
     monkeypatch.setenv("SPECDEC_TAP_DIRR", "x")
     assert main(["doctor"]) == 1
