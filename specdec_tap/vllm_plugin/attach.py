@@ -81,9 +81,15 @@ def make_plan(vllm_config: Any, runner: str) -> Plan | None:
         return None
     prepare_directory(config.dir)
     reason = why_not(vllm_config, runner)
-    if reason is None:
-        return Plan(config, runner)
-    return refuse(config, reason)
+    if reason is not None:
+        return refuse(config, reason)
+    model_config = vllm_config.model_config
+    if config.aux_layer_ids:
+        check_layers(config.aux_layer_ids, model_config.hf_text_config.num_hidden_layers, "aux_layer_ids")
+    checkpoint, known = checkpoint_dir(model_config), config.dir / "target"
+    if checkpoint is not None and known.is_dir():  # make_tap looks again: it may be downloaded only now
+        check_same_target(known, describe_target(model_config, checkpoint))
+    return Plan(config, runner)
 
 
 def refuse(config: TapConfig, reason: str) -> None:
@@ -147,13 +153,7 @@ def choose_layers(plan: Plan, model: Any, vllm_config: Any) -> tuple[int, ...]:
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
     asked = plan.config.aux_layer_ids
     ids = tuple(sorted(set(asked or model.get_eagle3_default_aux_hidden_state_layers())))
-    wrong = [i for i in ids if not 1 <= i <= num_layers]
-    if wrong:
-        origin = "aux_layer_ids" if asked else "the model's default aux_layer_ids"
-        raise ConfigError(
-            f"{origin} {list(ids)}: {wrong} outside 1 to {num_layers} (id i is the residual stream entering "
-            f"layer i; {num_layers} is the stream after the last layer); set aux_layer_ids to such ids"
-        )
+    check_layers(ids, num_layers, "aux_layer_ids" if asked else "the model's default aux_layer_ids")
     own = tuple(sorted(set(_current_layers(model)))) if plan.own_flag else ()
     if plan.own_flag and not own:
         raise UnsupportedVllmError(
@@ -172,6 +172,19 @@ def choose_layers(plan: Plan, model: Any, vllm_config: Any) -> tuple[int, ...]:
     rest[ADDITIONAL_CONFIG_KEY] = {"aux_layer_ids": list(union)}
     vllm_config.additional_config = rest
     return ids
+
+
+def check_layers(ids: tuple[int, ...], num_layers: int, origin: str) -> None:
+    """Refuse ids that the model does not have.
+
+    Raises:
+        ConfigError: Names ``origin``, where they came from.
+    """
+    if wrong := [i for i in ids if not 1 <= i <= num_layers]:
+        raise ConfigError(
+            f"{origin} {list(ids)}: {wrong} outside 1 to {num_layers} (id i is the residual stream entering "
+            f"layer i; {num_layers} is the stream after the last layer); set aux_layer_ids to such ids"
+        )
 
 
 def _current_layers(model: Any) -> tuple[int, ...]:
@@ -245,43 +258,16 @@ def make_header(
     import vllm
 
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
-    text_config = model_config.hf_text_config
-    name = str(model_config.model)
-    if checkpoint is not None and Path(name).exists():
-        name = Path(name).resolve().name
-    config_file = checkpoint / "config.json" if checkpoint is not None else None
-    if config_file is not None and config_file.is_file():
-        config_hash = file_sha256(config_file)
-    else:
-        text = json.dumps(model_config.hf_config.to_dict(), sort_keys=True, default=str)
-        config_hash = hashlib.sha256(text.encode()).hexdigest()
-    tokenizer = checkpoint / "tokenizer.json" if checkpoint is not None else None
     try:
         distribution = version("vllm")
     except PackageNotFoundError:
         distribution = vllm.__version__
     scope = plan.config.final_hidden
-    weights = weights_of(checkpoint)
     return ShardHeader(
         stream="starting",
         shard=0,
         created_unix_s=0.0,
-        target=TargetInfo(
-            name=name,
-            revision=model_config.revision,
-            architecture=(model_config.architectures or ["unknown"])[0],
-            model_type=str(getattr(model_config.hf_config, "model_type", "unknown")),
-            num_hidden_layers=text_config.num_hidden_layers,
-            hidden_size=model_config.get_hidden_size(),
-            vocab_size=model_config.get_vocab_size(),
-            config_sha256=config_hash,
-            tokenizer_sha256=file_sha256(tokenizer)
-            if tokenizer is not None and tokenizer.is_file()
-            else None,
-            quantization=None if model_config.quantization is None else str(model_config.quantization),
-            tables_sha256=weights.tables,
-            layers_sha256=weights.layers,
-        ),
+        target=describe_target(model_config, checkpoint),
         aux_layer_ids=aux_layer_ids,
         final_hidden="none" if scope == "none" else "post_norm",
         final_scope=scope,
@@ -298,6 +284,36 @@ def make_header(
             "dp_rank": getattr(parallel, "data_parallel_index", parallel.data_parallel_rank),
             "enforce_eager": int(bool(model_config.enforce_eager)),
         },
+    )
+
+
+def describe_target(model_config: Any, checkpoint: Path | None) -> TargetInfo:
+    """Describe the model, from its config and samples of its weights' files."""
+    text_config = model_config.hf_text_config
+    name = str(model_config.model)
+    if checkpoint is not None and Path(name).exists():
+        name = Path(name).resolve().name
+    config_file = checkpoint / "config.json" if checkpoint is not None else None
+    if config_file is not None and config_file.is_file():
+        config_hash = file_sha256(config_file)
+    else:
+        text = json.dumps(model_config.hf_config.to_dict(), sort_keys=True, default=str)
+        config_hash = hashlib.sha256(text.encode()).hexdigest()
+    tokenizer = checkpoint / "tokenizer.json" if checkpoint is not None else None
+    weights = weights_of(checkpoint)
+    return TargetInfo(
+        name=name,
+        revision=model_config.revision,
+        architecture=(model_config.architectures or ["unknown"])[0],
+        model_type=str(getattr(model_config.hf_config, "model_type", "unknown")),
+        num_hidden_layers=text_config.num_hidden_layers,
+        hidden_size=model_config.get_hidden_size(),
+        vocab_size=model_config.get_vocab_size(),
+        config_sha256=config_hash,
+        tokenizer_sha256=file_sha256(tokenizer) if tokenizer is not None and tokenizer.is_file() else None,
+        quantization=None if model_config.quantization is None else str(model_config.quantization),
+        tables_sha256=weights.tables,
+        layers_sha256=weights.layers,
     )
 
 

@@ -5,6 +5,7 @@ Pipeline parallelism is in ``test_capture_modes.py``: it takes several processes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ from specdec_tap.serving import VllmServer
 
 pytestmark = pytest.mark.e2e
 
+LOADING = "Loading weights took"
 JOBS = Path(__file__).parent.parent / "helpers" / "engine_jobs.py"
 LLM = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4}
 
@@ -94,6 +96,7 @@ def refused(request, tmp_path_factory) -> dict[str, Any]:
     results = json.loads((root / "out.json").read_text())
     results["log"] = (root / "log.txt").read_text()
     results["root"] = root
+    results["names"] = [one["name"] for one in jobs]
     wait_until_closed(root / "shards" / "nothing wrong")
     header = open_shards(root / "shards" / "nothing wrong").header
     assert header.engine["runner"] == request.param
@@ -145,6 +148,21 @@ def test_what_no_cpu_engine_can_be_asked_for_is_refused_by_name(part, name, valu
     assert reason in why_not(config, "v1")
 
 
+BEFORE_LOADING = (
+    "gpt2", "opt", "pooling", "layer 9 of 8", "layer 0", "unwritable", "another target", "unknown setting",
+    "fast prefill", "extract_hidden_states",
+)  # fmt: skip
+"""All but a ring that is too small: how large it must be depends on the layers, and these on the model."""
+
+
+def test_refusals_come_before_any_weight_is_loaded(refused):
+    """B53: a refusal after loading would hold the memory of the weights, and cost minutes."""
+    sections = refused["log"].split("--- job ")[:-1]
+    loaded = {name for name, text in zip(refused["names"], sections, strict=True) if LOADING in text}
+    assert "nothing wrong" in loaded
+    assert not loaded & set(BEFORE_LOADING)
+
+
 def test_unless_strict_the_server_serves_without_capture_and_says_so(refused):
     assert len(refused["not strict"]["outputs"][0]["tokens"]) == 2
     assert "capture is off for this server: GPT2LMHeadModel has no EAGLE-3" in refused["log"]
@@ -171,4 +189,17 @@ def test_vllm_serve_ends_before_its_port_opens(tmp_path, env, part):
     finally:
         server.stop()
     assert not any(opened)
-    assert part in server.log_path.read_text()
+    log = server.log_path.read_text()
+    assert part in log
+    assert LOADING not in log
+    assert started_with(env["SPECDEC_TAP_DIR"]) == []
+
+
+def started_with(value: str) -> list[int]:
+    """Processes that run with this value in their environment, whoever is their parent by now."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if value.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
