@@ -357,6 +357,40 @@ def test_a_stopped_server_seals_everything_it_answered(model, runner, tmp_path):
     assert status.state == "closed"
 
 
+@pytest.mark.matrix
+def test_a_server_told_to_stop_while_requests_run_loses_none_of_them_half(model, runner, tmp_path):
+    """SIGTERM: what was answered is sealed, what ran is marked as cut off, the counters add up."""
+    with serve(model, tmp_path, runner) as one:
+        for i in range(5):
+            one.ask(f"{i} {PROMPT}")
+        writer = one.status()["pid"]
+        streams = [
+            one.ask(f"{i} {i} {PROMPT}", max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+            for i in range(6)  # two more than run at once
+        ]
+        running = [stream for stream in streams[:4] if next(iter(stream))]
+        os.kill(one.server.pid, signal.SIGTERM)
+        for stream in running:
+            with contextlib.suppress(Exception):
+                for _ in stream:
+                    pass
+        one.server.stop()
+    wait(lambda: not list(one.shards.glob("*/*.open")))
+    counts = one.settled()
+    store = open_shards(one.shards)
+    reasons = sorted(record.meta.finish_reason for record in store)
+    cut = [record for record in store if record.meta.finish_reason != "length"]
+    assert reasons.count("length") == 5
+    assert {record.meta.finish_reason for record in cut} <= {"abort", "interrupted"}
+    assert len(cut) >= 1
+    assert all(record.num_tokens < 900 and record.gaps == [] for record in cut)
+    assert max_error(list(store), model) < 1e-4
+    assert len(store) == counts["requests_sealed"]
+    assert counts["dropped_misaligned"] == counts["dropped_internal"] == counts["hook_errors"] == 0
+    assert not store.skipped
+    wait(lambda: not Path(f"/proc/{writer}").exists() or name_of(writer) == "")
+
+
 def processes(group: int) -> list[int]:
     """Processes of a group."""
     found = []
