@@ -47,7 +47,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     proposals = [] if driver is None else watch_drafter(driver.worker.model_runner)
     outputs: list[dict[str, Any]] = []
     last = 0
+    growth = []
     for phase in job["phases"]:
+        with contextlib.suppress(OSError):  # not every kernel forgets a peak
+            Path("/proc/self/clear_refs").write_text("5")
+        before = rss_bytes()
         if phase.get("reset_prefix_cache"):
             llm.reset_prefix_cache()
         for name, kwargs in phase.get("rpcs", []):
@@ -79,14 +83,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                         "lora": phase["lora"][0] if phase.get("lora") else None,
                     }
                 )
+        growth.append(peak_bytes() - before)
     counters = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     statuses = llm.collective_rpc("specdec_tap_status") if job["tap"] else []
+    num_blocks = core.scheduler.kv_cache_config.num_blocks
     core.shutdown()
     result = {
         "outputs": outputs,
         "proposals": proposals,
         "counters": counters,
         "async": core.vllm_config.scheduler_config.async_scheduling,
+        "num_cache_blocks": num_blocks,
+        "peak_growth_bytes": growth,  # of each phase
         "statuses": statuses,  # of every rank; None where nothing is captured
     }
     del llm, core, driver
@@ -112,6 +120,12 @@ def asynchronous() -> Any:
 def rss_bytes() -> int:
     """Resident memory of this process now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_bytes() -> int:
+    """Most resident memory of this process since it was last forgotten."""
+    (line,) = [s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
 
 
 def watch_drafter(runner: Any) -> list[Any]:

@@ -197,7 +197,10 @@ def peak_bytes(pid: int | str = "self") -> int:
 
 
 def forget_peak(pid: int | str = "self") -> None:
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    try:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+    except OSError as err:
+        pytest.skip(f"this kernel does not forget a process's peak ({err})")
 
 
 def test_memory_does_not_grow_with_the_length_of_a_request(tmp_path: Path) -> None:
