@@ -230,6 +230,25 @@ def test_compiled_runs_answer_the_same_before_with_and_after_the_tap(runner, mod
     assert len(graphs) == 2  # the tap's is not taken for the other, and the last run finds the first one's
 
 
+def test_memory_beside_one_long_request_is_that_of_its_steps(runner, tmp_path):
+    """B41: 4,000 rows of 16 KB. The ring is there before; nothing else grows with the request."""
+    wide = tiny.make_llama(tmp_path / "wide", hidden_size=1024, num_layers=6, dtype="float32")
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 5000}))
+    llm = {"max_model_len": 4096, "max_num_seqs": 2, "max_num_batched_tokens": 256}
+    phases = [ask(make_prompts([600], 1)), ask(make_prompts([4000], 2))]  # the first takes what stays
+    jobs = [
+        make_job("without", wide, phases, None, **llm),
+        make_job("with", wide, phases, tmp_path / "shards", {"aux_layer_ids": [2, 3, 4]}, **llm),
+    ]
+    ran = Session(tmp_path, jobs, runner)
+    assert sequences(ran.store("with")) == answers(ran.outputs("with"))
+    raw = sum(record.num_rows for record in ran.store("with")) * 4 * 1024 * 4
+    taken, without = (ran.results[name]["peak_growth_bytes"][1] for name in ("with", "without"))
+    assert raw > 65e6
+    assert taken - without < 20e6, (taken, without)
+
+
 @pytest.fixture(scope="module")
 def session(runner, models, tmp_path_factory) -> Session:
     """All engines with one rank, in one process."""
