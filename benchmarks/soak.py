@@ -8,9 +8,11 @@ every request that the engine scheduled must be in exactly one place:
 
 ``worker_growth_mb`` and ``writer_growth_mb`` compare the median of the last quarter with that of the second
 quarter, when all is warm. Prints one JSON line; exits 1 when the counters do not add up, a request was
-dropped, the server answered an error, or a stored shard is wrong.
+dropped, the server answered an error, or a stored shard is wrong. What vLLM itself does to its worker's
+memory, ``--without-tap`` shows: the same clients, nothing captured.
 
     python benchmarks/soak.py MODEL --minutes 20 --concurrency 32
+    python benchmarks/soak.py MODEL --minutes 20 --concurrency 32 --without-tap
 """
 
 from __future__ import annotations
@@ -127,6 +129,57 @@ def settle(server: VllmServer) -> tuple[dict[str, int], dict[str, Any]]:
         time.sleep(0.5)
 
 
+def make_server(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> VllmServer:
+    arguments = ["--max-model-len", "2048", "--max-num-seqs", str(args.concurrency)]
+    arguments += ["--served-model-name", "soak", *default_arguments(), *args.vllm]
+    return VllmServer(args.model, log_path=folder / "serve.log", arguments=arguments, env=env)
+
+
+def load(
+    args: argparse.Namespace, traffic: Traffic, server: VllmServer, pids: dict[str, int | None]
+) -> list[dict[str, float]]:
+    """Let the clients come and go; returns the memory of the processes over time."""
+    seconds = 60 * args.minutes
+    until = time.monotonic() + seconds
+
+    async def everything() -> list[dict[str, float]]:
+        watching = asyncio.create_task(watch(pids, until, max(1.0, seconds / 240)))
+        # More clients than the engine takes at once, so that some wait in its queue.
+        await asyncio.gather(*(traffic.client(server.url, until) for _ in range(args.concurrency + 4)))
+        return await watching
+
+    samples = asyncio.run(everything())
+    say(f"clients: {traffic.ended}; memory: {samples[0]} -> {samples[-1]}")
+    return samples
+
+
+def memory(samples: Sequence[dict[str, float]], pids: dict[str, int | None]) -> dict[str, Any]:
+    """What the result says of the processes' memory."""
+    return {
+        "rss_mb": {name: [round(samples[0][name], 1), round(samples[-1][name], 1)] for name in pids},
+        **{f"{name}_growth_mb": growth_mb(samples, name) for name in pids},
+        "rss_over_time": [[round(sample[name], 1) for name in ("s", *pids)] for sample in samples],
+    }
+
+
+def run_without_tap(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
+    traffic = Traffic(args)
+    with make_server(args, folder, {}) as server:
+        pids = {"worker": worker_pid(server)}
+        samples = load(args, traffic, server, pids)
+        healthy = server.is_healthy()
+    result = {
+        "model": Path(args.model).name,
+        "minutes": args.minutes,
+        "concurrency": args.concurrency,
+        "tap": False,
+        "clients": traffic.ended,
+        "problems": traffic.problems[:5],
+        **memory(samples, pids),
+    }
+    return result, healthy and not traffic.problems
+
+
 def run(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
     shards = folder / "shards"
     env = {
@@ -135,24 +188,12 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
         "SPECDEC_TAP_MAX_BYTES": args.max_bytes,
         "SPECDEC_TAP_MAX_SHARD_BYTES": "64MB",
     }
-    arguments = ["--max-model-len", "2048", "--max-num-seqs", str(args.concurrency)]
-    arguments += ["--served-model-name", "soak", *default_arguments(), *args.vllm]
     traffic = Traffic(args)
-    with VllmServer(args.model, log_path=folder / "serve.log", arguments=arguments, env=env) as server:
+    with make_server(args, folder, env) as server:
         pids = {"worker": worker_pid(server), "writer": writer_pid(control(server, "resume"))}
-        seconds = 60 * args.minutes
-        until = time.monotonic() + seconds
-
-        async def everything() -> list[dict[str, float]]:
-            watching = asyncio.create_task(watch(pids, until, max(1.0, seconds / 240)))
-            # More clients than the engine takes at once, so that some wait in its queue.
-            await asyncio.gather(*(traffic.client(server.url, until) for _ in range(args.concurrency + 4)))
-            return await watching
-
-        samples = asyncio.run(everything())
+        samples = load(args, traffic, server, pids)
         counters, status = settle(server)
         healthy = server.is_healthy()
-        say(f"clients: {traffic.ended}; memory: {samples[0]} -> {samples[-1]}")
     while list(shards.glob("*/*.open")):  # the writer outlives the server until all is sealed
         time.sleep(0.1)
     store = open_shards(shards)
@@ -180,10 +221,7 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
         "retired_bytes": counters["retired_bytes"],
         "hook_us_per_step": round(counters["hook_ns"] / 1e3 / max(1, counters["steps"]), 1),
         "problems": traffic.problems[:5],
-        "rss_mb": {name: [round(samples[0][name], 1), round(samples[-1][name], 1)] for name in pids},
-        "worker_growth_mb": growth_mb(samples, "worker"),
-        "writer_growth_mb": growth_mb(samples, "writer"),
-        "rss_over_time": [[round(sample[name], 1) for name in ("s", *pids)] for sample in samples],
+        **memory(samples, pids),
     }
     whole = stored == counters["requests_sealed"] or counters["retired_bytes"] > 0
     good = (
@@ -206,10 +244,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--max-bytes", default="2GB", help="the tap removes its oldest shards above this (2GB)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and moods")
+    parser.add_argument("--without-tap", action="store_true", help="capture nothing: vLLM's own memory")
     parser.add_argument("--vllm", nargs=argparse.REMAINDER, default=[], help="more arguments of vllm serve")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="specdec-tap-soak-") as name:
-        result, good = run(args, Path(name))
+        result, good = (run_without_tap if args.without_tap else run)(args, Path(name))
     print(json.dumps(result))
     return 0 if good else 1
 
