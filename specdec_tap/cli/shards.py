@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, ShardError, StreamBusyError
+from ..errors import InputError, ShardError, SpecdecTapError, StreamBusyError
 from ._console import human_bytes, positive_int, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -154,7 +154,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what its final states are; measured and checked where possible (default: auto). Shards are "
         "written post_norm",
     )
-    imported.add_argument("--stream", default="imported", help="stream to write (default: %(default)s)")
+    imported.add_argument(
+        "--reference",
+        type=Path,
+        metavar="DIR",
+        help="compare a few records with a float32 forward of this Hugging Face directory before anything is "
+        "added: the only proof of --layers",
+    )
+    imported.add_argument(
+        "--stream",
+        default="imported",
+        help="stream to write; a number is added where there is one of that name (default: %(default)s)",
+    )
     imported.add_argument(
         "--codec", choices=("lossless", "fp8", "int8"), default="lossless", help="(default: %(default)s)"
     )
@@ -593,19 +604,29 @@ def _import(args: argparse.Namespace) -> int:
         raise InputError(f"{str(args.source)!r} does not exist; name the other tool's folder or file")
     shift = {None: None, "residual_in": 0, "layer_output": 1}[args.convention]
     with progress_bar("import", None) as bar:
-        counts = import_dump(
-            args.format,
-            args.source,
-            Path(args.path),
-            args.target,
-            layer_ids=args.layers,
-            layer_shift=shift,
-            final_hidden=args.final_hidden,
-            stream=args.stream,
-            codec=args.codec,
-            progress=lambda done: bar.update(done, f"{done:,} records"),
+        try:
+            stream, counts = import_dump(
+                args.format,
+                args.source,
+                Path(args.path),
+                args.target,
+                layer_ids=args.layers,
+                layer_shift=shift,
+                final_hidden=args.final_hidden,
+                stream=args.stream,
+                codec=args.codec,
+                reference=args.reference,
+                progress=lambda done: bar.update(done, f"{done:,} records"),
+            )
+        except SpecdecTapError as err:
+            raise InputError(f"{err}; nothing was imported") from err
+    _report_counts(args, f"stream {stream}: imported", counts)
+    if args.reference is None and not args.json:
+        print(
+            "which layers these are, only a forward of the model can tell: "
+            f"specdec-tap shards verify {args.path} --reference {args.target}"
         )
-    return _report_counts(args, "imported", counts)
+    return 0
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Checkpoints of one config and the same answers, but with a rotated residual stream, are told apart (B27)."""
+"""Checkpoints of one config and one answer, but with a rotated residual stream, are told apart (B27)."""
 
 from __future__ import annotations
 

@@ -15,11 +15,12 @@ import numpy as np
 
 from ...errors import InputError, ShardError
 from ..codec import encode_block
-from ..layout import Piece, RecordMeta, ShardHeader, Span, TargetInfo
+from ..layout import Piece, RecordMeta, ShardHeader, Span, TargetInfo, check_stream_name
 from ..lossy import from_float, to_float
-from ..reader import Record, ShardStore
+from ..reader import Record, ShardStore, open_shards
 from ..stitch import Stitched, stitch
 from ..writer import ShardWriter
+from .staging import staged
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _NORM_TOLERANCE = 0.02
 MAX_ROWS = 1 << 21
+REFERENCE_RECORDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +151,10 @@ def import_dump(
     final_hidden: str = "auto",
     stream: str = "imported",
     codec: str = "lossless",
+    reference: Path | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Counter[str]:
-    """Write a neighbour's dump as shards.
+) -> tuple[str, Counter[str]]:
+    """Write a neighbour's dump as shards: all of it, or nothing.
 
     Args:
         format_name: A key of ``FORMATS``.
@@ -163,15 +166,18 @@ def import_dump(
         final_hidden: What the dump holds: ``post_norm``, ``pre_norm``, or ``auto`` to measure it. Shards are
             always written post-norm, which is what training needs. Where a file says it itself, its word
             counts for ``auto``, and another value is taken only if the measurement agrees with it.
-        stream: Name of the stream to write.
+        stream: Name of the stream to write; a number is added where there is one of that name.
         codec: As in the shard header.
+        reference: Compare some of the records with a float32 forward of the model in this folder before they
+            are added: only that can tell which layers states are of.
         progress: Called with the number of samples done.
 
     Returns:
-        Counts: ``records``, ``tokens``, ``rows``, and ``left out: REASON``.
+        Name of the stream, and counts: ``records``, ``tokens``, ``rows``, and ``left out: REASON``.
 
     Raises:
-        InputError: The dump does not fit the model or contradicts ``final_hidden``; names the file.
+        InputError: The dump does not fit the model or contradicts ``final_hidden`` or ``reference``; names
+            the file. Nothing was added then.
     """
     from ...target import load_target, save_target
 
@@ -181,31 +187,50 @@ def import_dump(
     target = load_target(model_dir)
     module = importlib.import_module(f".{spec.module}", __package__)
     counts: Counter[str] = Counter()
-    writer: ShardWriter | None = None
-    norm_of: str | None = None
-    first: Sample | None = None
+    if (root / "target").exists():  # of another model: said before anything is read
+        save_target(model_dir, root / "target")
+    samples = module.read(source, target.hidden_size)
     try:
-        for sample in module.read(source, target.hidden_size):
-            if first is None:
-                first = sample
-            _check_claim(sample, first, spec, layer_ids, layer_shift)
-            if writer is None:
-                header = _header(
-                    format_name, spec, target, model_dir, sample, layer_ids, layer_shift, stream, codec
-                )
-                norm_of = _final_kind(sample, target, spec, final_hidden)
-                save_target(model_dir, root / "target")
-                writer = ShardWriter(root, header)
-            _check_sample(sample, writer.header, target)
-            _write_sample(writer, sample, target, norm_of, counts)
-            if progress is not None:
-                progress(counts["records"])
-    finally:
-        if writer is not None:
-            writer.close()
-    if not counts["records"]:
-        raise InputError(f"no sample in {str(source)!r}; {_reasons(counts)}")
-    return counts
+        first = next(samples)
+    except StopIteration:
+        raise InputError(f"no sample in {str(source)!r}; {_reasons(counts)}") from None
+    header = _header(format_name, spec, target, model_dir, first, layer_ids, layer_shift, stream, codec)
+    norm_of = _final_kind(first, target, spec, final_hidden)
+    with staged(root, check_stream_name(stream)) as staging:
+        with ShardWriter(staging.folder, header.replace(stream=staging.stream)) as writer:
+            for sample in itertools.chain([first], samples):
+                _check_claim(sample, first, spec, layer_ids, layer_shift)
+                _check_sample(sample, header, target)
+                _write_sample(writer, sample, target, norm_of, counts)
+                if progress is not None:
+                    progress(counts["records"])
+        if not counts["records"]:
+            raise InputError(f"no sample in {str(source)!r}; {_reasons(counts)}")
+        if reference is not None:
+            _compare(staging.folder, reference)
+        save_target(model_dir, root / "target")
+        staging.publish()
+    return staging.stream, counts
+
+
+def _compare(imported: Path, model_dir: Path) -> None:
+    """Refuse states that are not the model's.
+
+    Raises:
+        InputError: Names each layer that differs, and the one that it is.
+    """
+    from ..reference import check_reference
+    from ..verify import VerifyReport
+
+    report = VerifyReport()
+    with open_shards(imported) as store:
+        check_reference(store, report, model_dir, REFERENCE_RECORDS, lambda *_: None)
+    if not report.ok:
+        found = "; ".join(finding.message for finding in report.findings)
+        raise InputError(
+            f"the states are not those of {str(model_dir)!r}: {found}. Correct --layers, --convention or "
+            "--final-hidden, or name the model that they came from"
+        )
 
 
 def _reasons(counts: Counter[str]) -> str:

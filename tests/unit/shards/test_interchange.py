@@ -6,6 +6,10 @@ import dataclasses
 import gzip
 import io
 import pickle
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +20,7 @@ from specdec_tap.cli import main
 from specdec_tap.errors import InputError
 from specdec_tap.shards import ShardWriter, Span, open_shards
 from specdec_tap.shards.interchange import export_shards, import_dump
+from specdec_tap.shards.interchange.staging import staged
 from specdec_tap.shards.verify import verify_shards
 
 torch = pytest.importorskip("torch")
@@ -119,7 +124,7 @@ def test_a_dump_becomes_shards_that_mean_the_same(tmp_path, llama, name):
     dump.mkdir()
     DUMPS[name](dump, llama)
     path, ids, r, final = llama
-    counts = import_dump(name.split()[0], dump, tmp_path / "shards", path)
+    _, counts = import_dump(name.split()[0], dump, tmp_path / "shards", path)
     assert counts["records"] == 1 and counts["tokens"] == T
     with open_shards(tmp_path / "shards") as store:
         header, record = store.header, store[0]
@@ -252,7 +257,7 @@ def test_a_false_word_on_the_norm_is_refused(tmp_path, llama):
     with pytest.raises(InputError, match="post_norm by their size, not pre_norm"):
         import_dump("modelopt", tmp_path / "dump", tmp_path / "x", llama[0], final_hidden="pre_norm")
     assert not (tmp_path / "x").exists()
-    counts = import_dump("modelopt", tmp_path / "dump", tmp_path / "y", llama[0], final_hidden="post_norm")
+    _, counts = import_dump("modelopt", tmp_path / "dump", tmp_path / "y", llama[0], final_hidden="post_norm")
     assert counts["records"] == 1
 
 
@@ -268,7 +273,7 @@ def test_a_dump_of_mixed_norms_is_refused_with_both_files(tmp_path, llama, secon
     with pytest.raises(InputError, match=words):
         import_dump("modelopt", tmp_path / "dump", tmp_path / "x", llama[0])
     if second is None:  # the same thing where nothing means pre-norm
-        counts = import_dump("modelopt-vllm", tmp_path / "dump", tmp_path / "y", llama[0])
+        _, counts = import_dump("modelopt-vllm", tmp_path / "dump", tmp_path / "y", llama[0])
         assert counts["records"] == 2
 
 
@@ -333,7 +338,7 @@ def test_a_norm_that_changes_nothing_does_not_contradict_the_flag(tmp_path, llam
     import_dump("modelopt", tmp_path / "dump", tmp_path / "a", plain)
     with open_shards(tmp_path / "a") as store:
         export_shards(store, tmp_path / "out", "modelopt-vllm")
-    assert import_dump("modelopt-vllm", tmp_path / "out", tmp_path / "b", plain)["records"] == 1
+    assert import_dump("modelopt-vllm", tmp_path / "out", tmp_path / "b", plain)[1]["records"] == 1
 
 
 LAYOUTS = {
@@ -449,6 +454,100 @@ def test_bombs_cuts_and_foreign_files_are_named(tmp_path, llama):
     with pytest.raises(InputError, match="no sample in"):
         import_dump("eagle", tmp_path / "empty", tmp_path / "shards", llama[0])
     assert not (tmp_path / "shards").exists()
+
+
+def record_ids(shards: Path) -> list[str]:
+    with open_shards(shards) as store:
+        return [record.id for record in store]
+
+
+def broken_in_the_middle(dump: Path, llama) -> None:
+    """Two sound files around one that is none."""
+    dump.mkdir()
+    dump_modelopt(dump, llama)
+    shutil.copy(dump / "c1.pt", dump / "c3.pt")
+    (dump / "c2.pt").write_bytes(b"not a tensor")
+
+
+def test_an_import_that_is_refused_half_way_adds_nothing(tmp_path, llama, capsys):
+    broken_in_the_middle(tmp_path / "dump", llama)
+    with pytest.raises(InputError, match=r"c2\.pt"):
+        import_dump("modelopt", tmp_path / "dump", tmp_path / "new", llama[0])
+    assert not (tmp_path / "new").exists()
+
+    shards = tmp_path / "shards"
+    (tmp_path / "good").mkdir()
+    dump_modelopt(tmp_path / "good", llama)
+    import_dump("modelopt", tmp_path / "good", shards, llama[0])
+    before = record_ids(shards), sorted(p.name for p in shards.iterdir())
+    command = ["shards", "import", str(shards), str(tmp_path / "dump"), "--from", "modelopt"]
+    assert main([*command, "--target", str(llama[0])]) == 2
+    assert "c2.pt" in (said := capsys.readouterr().err)
+    assert "nothing was imported" in said
+    assert (record_ids(shards), sorted(p.name for p in shards.iterdir())) == before
+
+
+def test_a_second_import_is_a_stream_of_its_own(tmp_path, llama):
+    (tmp_path / "dump").mkdir()
+    dump_modelopt(tmp_path / "dump", llama)
+    names = [import_dump("modelopt", tmp_path / "dump", tmp_path / "s", llama[0])[0] for _ in range(3)]
+    assert names == ["imported", "imported-2", "imported-3"]
+    assert len(set(record_ids(tmp_path / "s"))) == 3
+
+
+def test_a_killed_import_is_never_read_and_the_next_one_removes_it(tmp_path, llama):
+    (tmp_path / "dump").mkdir()
+    dump_modelopt(tmp_path / "dump", llama)
+    shards = tmp_path / "shards"
+    import_dump("modelopt", tmp_path / "dump", shards, llama[0])
+    before = record_ids(shards)
+    script = (
+        "import os, signal, sys; from pathlib import Path; from specdec_tap.shards.interchange import *\n"
+        "dump, shards, model = map(Path, sys.argv[1:])\n"
+        "die = lambda done: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import_dump('modelopt', dump, shards, model, progress=die)"
+    )
+    paths = [str(tmp_path / "dump"), str(shards), str(llama[0])]
+    died = subprocess.run([sys.executable, "-c", script, *paths], check=False)
+    assert died.returncode == -signal.SIGKILL
+    (left,) = shards.glob(".import-*")
+    assert list(left.glob("*/*.open"))
+    assert record_ids(shards) == before
+    assert verify_shards(shards).ok
+    import_dump("modelopt", tmp_path / "dump", shards, llama[0])
+    assert not left.exists()
+    assert len(record_ids(shards)) == 2
+
+
+def test_an_import_leaves_another_that_is_under_way_alone(tmp_path):
+    with staged(tmp_path / "s", "imported") as one, staged(tmp_path / "s", "imported") as other:
+        assert one.folder.is_dir()
+        for staging in (one, other):
+            (staging.folder / staging.stream).mkdir()
+            (staging.folder / staging.stream / "000001.open").write_text("x")
+        one.publish()
+        with pytest.raises(InputError, match=r"cannot make .*imported"):
+            other.publish()
+    assert [path.name for path in (tmp_path / "s").iterdir()] == ["imported"]
+
+
+def test_with_a_reference_wrong_layers_and_wrong_states_are_refused_by_name(tmp_path, llama):
+    (tmp_path / "dump").mkdir()
+    dump_modelopt(tmp_path / "dump", llama)
+    arguments = ("modelopt", tmp_path / "dump", tmp_path / "shards", llama[0])
+    with pytest.raises(InputError) as wrong:  # of the stream leaving these layers, they are one further on
+        import_dump(*arguments, layer_ids=(2, 4, 5), reference=llama[0])
+    for held, right in zip((3, 5, 6), (2, 4, 5), strict=True):
+        assert f"aux_{held} is nearer to the state entering layer {right}" in str(wrong.value)
+    assert "Correct --layers, --convention" in str(wrong.value)
+    data = torch.load(tmp_path / "dump" / "c1.pt", weights_only=True)
+    torch.save({**data, "hidden_states": data["hidden_states"] * 1.01}, tmp_path / "dump" / "c1.pt")
+    with pytest.raises(InputError, match=r"final is the model's state times 1\.01"):
+        import_dump(*arguments, reference=llama[0])
+    assert not (tmp_path / "shards").exists()
+    dump_modelopt(tmp_path / "dump", llama)
+    import_dump(*arguments, reference=llama[0])
+    assert len(record_ids(tmp_path / "shards")) == 1
 
 
 def test_import_and_export_from_the_command_line(tmp_path, llama, capsys):
