@@ -220,6 +220,12 @@ def unpack_header_area(area: bytes, file_bytes: int) -> SealedHead:
         or index != expected["index"]
     ):
         raise CorruptShardError("header's tensors do not tile the data area as 'frames', 'index'", offset=0)
+    if totals.num_blocks + totals.num_records > frames_bytes // FRAME_HEAD_BYTES:
+        raise CorruptShardError(
+            f"totals: {totals.num_blocks:,} blocks and {totals.num_records:,} records do not fit into "
+            f"{frames_bytes:,} bytes",
+            offset=0,
+        )
     whole = HEADER_AREA_BYTES + frames_bytes + index_bytes
     if file_bytes < whole:
         raise IncompleteShardError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,7 +69,8 @@ def bits_dtype(dtype: str) -> np.dtype:
 
 
 def parse_json(text: bytes | str, what: str) -> Any:
-    """Parse JSON strictly: no duplicate keys, no NaN or Infinity, no runaway nesting.
+    """Parse JSON strictly: no duplicate keys, no NaN or Infinity, no runaway nesting. Half a surrogate pair,
+    which no UTF-8 can say, becomes a question mark.
 
     Raises:
         CorruptShardError: If it is not such JSON. ``what`` starts the message.
@@ -83,8 +85,19 @@ def parse_json(text: bytes | str, what: str) -> Any:
     def no_constants(name: str) -> Any:
         raise ValueError(f"{name} is not JSON")
 
+    def finite(number: str) -> float:
+        value = float(number)
+        if math.isinf(value):
+            raise ValueError(f"{number[:20]} is no finite number")
+        return value
+
     try:
-        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constants)
+        value = json.loads(
+            text, object_pairs_hook=no_duplicates, parse_constant=no_constants, parse_float=finite
+        )
+        if isinstance(text, str) or b"\\u" in text or b"\xed" in text:
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+        return value
     except (ValueError, RecursionError) as err:
         raise CorruptShardError(f"{what} is not valid JSON ({err})") from err
 

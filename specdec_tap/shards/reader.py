@@ -274,7 +274,14 @@ class ShardFile:
             payload = self._frame(
                 int(blocks["offset"][ordinal]), BLOCK, int(blocks["payload_bytes"][ordinal])
             )
-            return decode_block(self.header, payload)
+            block = decode_block(self.header, payload)
+            final_rows = 0 if block.final is None else block.final.shape[0]
+            facts = (block.position, block.num_rows, block.final_row, final_rows)
+            if facts != tuple(int(blocks[name][ordinal]) for name, _ in BLOCK_COLUMNS[2:]):
+                raise CorruptShardError(
+                    "the index says other rows of it; 'specdec-tap shards repair' rebuilds it"
+                )
+            return block
 
     def close(self) -> None:
         """Close the file; safe to call twice, and it opens again when read."""
@@ -663,7 +670,7 @@ class ShardStore:
     def __iter__(self) -> Iterator[Record]:
         """Every whole record in order. A damaged one is left out and added to ``skipped``, one that lost a
         part with a removed shard to ``cut``."""
-        for number in range(self._length):
+        for number in self.numbers():
             try:
                 record = self[number]
             except ShardError as err:
@@ -673,6 +680,20 @@ class ShardStore:
                 self.cut.add(record.id)
                 continue
             yield record
+
+    def numbers(self) -> Iterator[int]:
+        """Numbers of all records but those of a shard whose index cannot be read; that is added to
+        ``skipped``, once."""
+        with self._lock:
+            stops = [*self._starts[1:], self._length]
+            segments = list(zip(self._segments, self._starts, stops, strict=False))
+        for (shard, _), start, stop in segments:
+            try:
+                shard.index()
+            except ShardError as err:
+                self._note(shard.path, str(err))
+                continue
+            yield from range(start, stop)
 
     def files(self) -> Iterator[ShardFile]:
         """The open shard files, sorted by stream and number."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import IncompleteShardError, ShardError, StreamBusyError
-from .frames import OPEN_SUFFIX, SEALED_SUFFIX
+from .frames import FRAME_HEAD_BYTES, OPEN_SUFFIX, SEALED_SUFFIX, check_payload, unpack_frame_head
 from .scan import Scan, find_frame, scan_frames
 from .source import FdSource, read_exactly
 from .writer import SHARD_NAME, publish, write_seal
@@ -144,10 +144,24 @@ def _reseal(fd: int, path: Path) -> tuple[int, int, int, int, Path | None]:
     return scan.totals.num_records, scan.totals.num_blocks, len(scan.damaged), cut, tail
 
 
+def _is_whole(source: FdSource, at: int, size: int) -> bool:
+    """Whether a frame with the right checksum stands at ``at``, whatever it holds."""
+    if at + FRAME_HEAD_BYTES > size:
+        return False
+    try:
+        head = unpack_frame_head(source.read(at, FRAME_HEAD_BYTES), at)
+        check_payload(head, source.read(at + FRAME_HEAD_BYTES, head.payload_bytes), at)
+    except ShardError:
+        return False
+    return True
+
+
 def _save_tail(fd: int, path: Path, scan: Scan) -> tuple[int, Path | None]:
     """Copy what stands behind the last usable frame if it is more than one torn frame."""
     size = os.fstat(fd).st_size
-    if scan.was_sealed or scan.problem is None or find_frame(FdSource(fd), scan.end + 1, size) is None:
+    ended = scan.was_sealed or scan.problem is not None
+    behind = scan.end if not scan.was_sealed and _is_whole(FdSource(fd), scan.end, size) else scan.end + 1
+    if not ended or find_frame(FdSource(fd), behind, size) is None:
         return (0 if scan.was_sealed else size - scan.end), None
     tail = path.with_name(f"{path.stem}.{scan.end}.tail")
     try:

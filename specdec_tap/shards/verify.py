@@ -12,6 +12,7 @@ Three layers, each able to fail on its own:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -85,9 +86,16 @@ class VerifyReport:
                 {"level": f.level, "code": f.code, "where": f.where, "message": f.message}
                 for f in self.findings
             ],
-            "content": self.content,
+            "content": _finite(self.content),
             "not_checked": self.not_checked,
         }
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for NaN and infinities, which JSON cannot say."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def verify_shards(
@@ -231,14 +239,14 @@ def _compare_sealed(
         report.add("error", "bad_index", where, f"{err}; 'specdec-tap shards repair' rebuilds it")
         return
     for what, indexed, scanned in (("block", indexed_blocks, blocks), ("record", indexed_records, records)):
-        offsets = indexed["offset"].tolist()
-        if offsets != [row[0] for row in scanned]:
+        rows = list(zip(*(column.tolist() for column in indexed.values()), strict=True))
+        if rows != scanned:
             report.add(
                 "error",
                 "index_mismatch",
                 where,
-                f"the index lists {len(offsets):,} {what}s, the frames hold {len(scanned):,}, or at "
-                "other places",
+                f"the index lists {len(rows):,} {what}s, the frames hold {len(scanned):,}, at other places "
+                "or of other sizes; 'specdec-tap shards repair' rebuilds it",
             )
 
 
@@ -357,7 +365,7 @@ def _check_records(
 
 
 def _records(store: ShardStore, report: VerifyReport) -> Iterator[Record]:
-    for number in range(len(store)):
+    for number in store.numbers():  # an index that cannot be read is a finding already
         try:
             record = store[number]
         except SpecdecTapError as err:
