@@ -199,6 +199,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         from .algorithms import ALGORITHMS  # needs torch, which --help does not
 
+        if isinstance(self.init_from, str):
+            object.__setattr__(self, "init_from", Path(self.init_from).expanduser())
         problems = []
         if self.algorithm not in ALGORITHMS:
             known = ", ".join(map(repr, ALGORITHMS))

@@ -71,3 +71,8 @@ def test_flags_arrive_as_text() -> None:
         convert({"ttt_steps": "2.5"}, "flags")
     with pytest.raises(ConfigError, match=r"init is 'best'; expected one of 'auto', 'copy', 'random'"):
         convert({"init": "best"}, "flags")
+
+
+def test_init_from_may_be_text(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert TrainConfig(init_from="~/drafter").init_from == Path("/home/me/drafter")
