@@ -27,7 +27,7 @@ from .content import ContentChecker
 from .frames import FRAME_HEAD_BYTES
 from .layout import ShardHeader
 from .reader import Record, ShardFile, ShardStore, open_shards
-from .scan import scan_frames
+from .scan import Scan, scan_frames
 
 _MAX_FINDINGS = 1000
 
@@ -198,7 +198,7 @@ def _check_file(
         # Normal for a live journal, and for an abandoned one until it is repaired.
         report.add("warning", "torn_tail", where, f"{scan.problem}; readers stop before it")
     if file.sealed:
-        _compare_sealed(file, scan.index.blocks, scan.index.records, report, where)
+        _compare_sealed(file, scan, report, where)
         if scan.header != file.header:
             report.add("error", "header_mismatch", where, "META frame and header say different things")
         if not scan.damaged and scan.totals != file.totals:
@@ -209,7 +209,7 @@ def _check_file(
             report.add(
                 "warning", "file_mode", where, "other users can read it; captured traffic is private (0600)"
             )
-    bad = {err.offset for err in scan.damaged}
+    bad = _damaged_offsets(scan)
     for number, row in enumerate(scan.index.blocks):
         offset, payload_bytes = row[0], row[1]
         tell(min(offset, size))
@@ -230,17 +230,24 @@ def _check_file(
             repeats.add((file.stream, file.number, number, row_number))
 
 
-def _compare_sealed(
-    file: ShardFile, blocks: list[Any], records: list[Any], report: VerifyReport, where: str
-) -> None:
+def _damaged_offsets(scan: Scan) -> set[int | None]:
+    return {err.offset for err in scan.damaged}
+
+
+def _compare_sealed(file: ShardFile, scan: Scan, report: VerifyReport, where: str) -> None:
+    """Compare the index with the frames that are whole; the damaged ones are findings already."""
     try:
         indexed_blocks, indexed_records = file.index()
     except ShardError as err:
         report.add("error", "bad_index", where, f"{err}; 'specdec-tap shards repair' rebuilds it")
         return
-    for what, indexed, scanned in (("block", indexed_blocks, blocks), ("record", indexed_records, records)):
+    bad = _damaged_offsets(scan)
+    for what, indexed, scanned in (
+        ("block", indexed_blocks, scan.index.blocks),
+        ("record", indexed_records, scan.index.records),
+    ):
         rows = list(zip(*(column.tolist() for column in indexed.values()), strict=True))
-        if rows != scanned:
+        if [row for row in rows if row[0] not in bad] != [row for row in scanned if row[0] not in bad]:
             report.add(
                 "error",
                 "index_mismatch",
