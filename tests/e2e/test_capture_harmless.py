@@ -263,13 +263,14 @@ def test_every_kind_of_request_is_captured_as_it_was_answered(served, answer, mo
 
 
 def test_a_long_answer_goes_to_the_disk_while_it_runs(served, answer):
-    (journal,) = (served.shards / served.status()["stream"]).glob("*.open")
-    sizes = []
-    stream = served.ask(max_tokens=900, stream=True, extra_body={"ignore_eos": True})
-    for number, _ in enumerate(stream):
-        if number % 100 == 50:
-            sizes.append(journal.stat().st_size)
-    assert sizes[0] < sizes[2] < sizes[4] < sizes[6]
+    def sizes_while_it_runs() -> list[int]:
+        (journal,) = (served.shards / served.status()["stream"]).glob("*.open")
+        stream = served.ask(max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+        return [journal.stat().st_size for number, _ in enumerate(stream) if number % 200 == 50]
+
+    # On a busy machine the client may get many tokens at once, after the fact.
+    tries = (sizes_while_it_runs() for _ in range(5))
+    assert any(a < b < c < d for a, b, c, d, *_ in tries)
 
 
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(served, answer):
