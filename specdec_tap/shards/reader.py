@@ -807,8 +807,8 @@ class ShardStore:
         shard = self._files.get((stream, piece.block.shard))
         if shard is None:
             raise ShardError(
-                f"shard {stream}/{piece.block.shard:06d} is missing or unreadable, and a record needs its "
-                f"block {piece.block.block:,}",
+                f"{self.root}: shard {stream}/{piece.block.shard:06d} is missing or unreadable, and a record "
+                f"needs its block {piece.block.block:,}; 'specdec-tap shards verify' says what is wrong",
                 path=self.root / stream,
             )
         blocks, _ = shard.index()

@@ -449,7 +449,8 @@ def _check_content(
     if (target.hidden_size, target.vocab_size, target.num_hidden_layers) != wanted:
         raise InputError(
             f"target {str(folder)!r} has hidden size, vocabulary and layers "
-            f"{(target.hidden_size, target.vocab_size, target.num_hidden_layers)}; the shards say {wanted}"
+            f"{(target.hidden_size, target.vocab_size, target.num_hidden_layers)}; the shards in "
+            f"{str(store.root)!r} say {wanted}. Pass the folder of the model that they were captured from"
         )
     if target.config_sha256 != store.header.target.config_sha256:
         report.add(

@@ -87,9 +87,7 @@ class Refusals:
 
     def __exit__(self, kind, err, trace) -> bool:
         if isinstance(err, SpecdecTapError):
-            assert str(self.root) in str(err) or "shard s0/" in str(err) or "the shards say" in str(err), (
-                f"the error names no file: {err!r}"
-            )
+            assert str(self.root) in str(err) or "s0/000001/" in str(err), f"the error names no file: {err!r}"
             assert str(err).replace("\n", "").isprintable(), f"an error for a terminal: {err!r}"
             return True
         return False
@@ -211,7 +209,13 @@ EXAMPLES = [120, pytest.param(5000, marks=pytest.mark.matrix)]
 def test_any_field_changed_is_read_consistently_or_refused_by_name(
     tmp_path, good, target, bounded, name, examples
 ):
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=examples < 1000,  # the default run tries the same files each time
+        suppress_health_check=list(HealthCheck),
+    )
     @given(data=st.data())
     def check(data):
         root = tmp_path / "shards"
