@@ -263,14 +263,33 @@ def test_every_kind_of_request_is_captured_as_it_was_answered(served, answer, mo
 
 
 def test_a_long_answer_goes_to_the_disk_while_it_runs(served, answer):
+    """A server is stopped in the middle of an answer: what it computed so far is on the disk, in blocks."""
+    begin = served.settled()["rows"]
     (journal,) = (served.shards / served.status()["stream"]).glob("*.open")
-    sizes = set()
-    one = threading.Thread(target=served.ask, kwargs={"max_tokens": 900, "extra_body": {"ignore_eos": True}})
+    size = journal.stat().st_size
+    body = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
+    one = threading.Thread(target=served.ask, kwargs=body)
     one.start()
-    while one.is_alive():
-        sizes.add(journal.stat().st_size)
-        time.sleep(0.01)
-    assert len(sizes) >= 8, "of 14 blocks, each written when it is full"
+    rows = 0
+    while rows < 200:
+        time.sleep(0.2)
+        os.killpg(served.server.pid, signal.SIGSTOP)  # the writer has a group of its own
+        try:
+            assert one.is_alive()
+            stopped = time.time()
+            wait(lambda since=stopped: served.status()["updated_unix_s"] > since + 1)
+            counts = served.counts()
+            assert counts["steps"] == counts["steps_handled"]
+            rows = counts["rows"] - begin
+            half_way = journal.stat().st_size - size
+        finally:
+            os.killpg(served.server.pid, signal.SIGCONT)
+    one.join()
+    all_rows = served.settled()["rows"] - begin
+    block = open_shards(served.shards, follow=True).header.block_tokens
+    assert rows < all_rows and rows >= 3 * block
+    blocks = rows // block - 1  # one is not full
+    assert half_way >= 0.9 * blocks * block / all_rows * (journal.stat().st_size - size)
 
 
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(served, answer):
