@@ -30,7 +30,7 @@ API_KEY = "sk-not-the-admin-token"
 ACTIONS = ("pause", "resume", "rate", "flush", "rotate")
 ARGUMENTS = [
     "--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8",
-    "--served-model-name", "tiny", "--api-key", API_KEY,
+    "--served-model-name", "tiny", "--api-key", API_KEY, "--allowed-origins", "[]",
 ]  # fmt: skip
 
 
