@@ -419,16 +419,16 @@ def test_the_page_shows_the_live_capture_and_pauses_it(tapped):
         browsers.dashboard(str(tapped.shards), "--server", tapped.url, env=env) as url,
         browsers.chromium() as browser,
         watched(browser, url) as watch,
-        traffic(tapped),
     ):
         page = watch.go("/sign-in?next=/")
         page.get_by_label("Admin token").fill(TOKEN)
         page.get_by_role("button", name="Sign in").click()
-        page.locator("[data-v='rates.rows_per_s']", has_text=re.compile("[1-9]")).wait_for()
-        page.wait_for_timeout(8000)
-        watch.shot("live-capturing")
-        page.get_by_role("button", name="Pause").click()
-        page.get_by_text("pause: done on every rank").wait_for()
+        with traffic(tapped):  # ends before the page is to show news within a time: the writer may wait long
+            page.locator("[data-v='rates.rows_per_s']", has_text=re.compile("[1-9]")).wait_for()
+            page.wait_for_timeout(8000)
+            watch.shot("live-capturing")
+            page.get_by_role("button", name="Pause").click()
+            page.get_by_text("pause: done on every rank").wait_for()
         page.locator("#capture-state .badge", has_text="paused").wait_for()
         assert tapped.status()["state"] == "paused"
         page.get_by_label("Share of requests").fill("0.5")
