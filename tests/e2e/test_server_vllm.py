@@ -423,14 +423,18 @@ def test_the_page_shows_the_live_capture_and_pauses_it(tapped):
         page = watch.go("/sign-in?next=/")
         page.get_by_label("Admin token").fill(TOKEN)
         page.get_by_role("button", name="Sign in").click()
-        with traffic(tapped):  # ends before the page is to show news within a time: the writer may wait long
-            page.locator("[data-v='rates.rows_per_s']", has_text=re.compile("[1-9]")).wait_for()
+        skipped = tapped.status()["total"]["num_skipped"]
+        with traffic(tapped):  # ends before news are due within 20 s: beside it the writer may wait for long
+            some = page.locator("[data-v='rates.rows_per_s']", has_text=re.compile("[1-9]"))
+            some.wait_for(timeout=60_000)
             page.wait_for_timeout(8000)
             watch.shot("live-capturing")
             page.get_by_role("button", name="Pause").click()
             page.get_by_text("pause: done on every rank").wait_for()
+            page.wait_for_timeout(2000)
         page.locator("#capture-state .badge", has_text="paused").wait_for()
         assert tapped.status()["state"] == "paused"
+        assert tapped.status()["total"]["num_skipped"] > skipped
         page.get_by_label("Share of requests").fill("0.5")
         page.get_by_role("button", name="Set rate").click()
         page.get_by_text("rate: done on every rank").wait_for()

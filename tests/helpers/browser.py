@@ -25,7 +25,7 @@ ARGUMENTS = (
     "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
 )  # fmt: skip
-TIMEOUT_MS = 60_000
+TIMEOUT_MS = 20_000
 
 
 def find_chromium() -> str | None:
